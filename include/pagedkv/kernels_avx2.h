@@ -1,0 +1,379 @@
+/* AVX2 + FMA: the scalar file's order in 8 lanes. Two registers, low and high, are one set of 16 canonical lanes. */
+#ifndef PAGEDKV_KERNELS_AVX2_H
+#define PAGEDKV_KERNELS_AVX2_H
+
+#include <immintrin.h>
+
+#include "kernels_scalar.h"
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+
+/* Lane i is live where i < n; any n is allowed, so the upper half of 16 lanes asks with n - 8. */
+static inline __m256i pkv_tail_mask_avx2(int64_t n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+/* The fixed tree: 8 apart, 4, 2, 1. */
+static inline float pkv_tree_sum_avx2(__m256 low_f32x8, __m256 high_f32x8) {
+    __m256 sum_f32x8 = _mm256_add_ps(low_f32x8, high_f32x8);
+    __m128 sum_f32x4 = _mm_add_ps(_mm256_castps256_ps128(sum_f32x8), _mm256_extractf128_ps(sum_f32x8, 1));
+    sum_f32x4 = _mm_add_ps(sum_f32x4, _mm_movehl_ps(sum_f32x4, sum_f32x4));
+    sum_f32x4 = _mm_add_ss(sum_f32x4, _mm_movehdup_ps(sum_f32x4));
+    return _mm_cvtss_f32(sum_f32x4);
+}
+
+/* lanes + a * b where the mask is set; the other lanes stay as they are, -0 included. Reads only live elements. */
+static inline __m256 pkv_mask_fmadd_avx2(const float *a, const float *b, __m256 lanes_f32x8, __m256i live) {
+    __m256 sum = _mm256_fmadd_ps(_mm256_maskload_ps(a, live), _mm256_maskload_ps(b, live), lanes_f32x8);
+    return _mm256_blendv_ps(lanes_f32x8, sum, _mm256_castsi256_ps(live));
+}
+
+static inline float pkv_dot_f32_avx2(const float *a, const float *b, int64_t n) {
+    __m256 low_f32x8 = _mm256_setzero_ps(), high_f32x8 = low_f32x8;
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        low_f32x8 = _mm256_fmadd_ps(_mm256_loadu_ps(a + i), _mm256_loadu_ps(b + i), low_f32x8);
+        high_f32x8 = _mm256_fmadd_ps(_mm256_loadu_ps(a + i + 8), _mm256_loadu_ps(b + i + 8), high_f32x8);
+    }
+    if (i < n)
+        low_f32x8 = pkv_mask_fmadd_avx2(a + i, b + i, low_f32x8, pkv_tail_mask_avx2(n - i));
+    if (i + 8 < n)
+        high_f32x8 = pkv_mask_fmadd_avx2(a + i + 8, b + i + 8, high_f32x8, pkv_tail_mask_avx2(n - i - 8));
+    return pkv_tree_sum_avx2(low_f32x8, high_f32x8);
+}
+
+static inline __m256 pkv_exp_avx2(__m256 x_f32x8) {
+    __m256 x = _mm256_max_ps(_mm256_set1_ps(PKV_EXP_LO), x_f32x8); /* second operand: a NaN stays */
+    x = _mm256_min_ps(_mm256_set1_ps(PKV_EXP_HI), x);
+    __m256 round = _mm256_set1_ps(PKV_EXP_ROUND);
+    __m256 shifted = _mm256_fmadd_ps(x, _mm256_set1_ps(PKV_EXP_LOG2E), round);
+    __m256 n = _mm256_sub_ps(shifted, round);
+    __m256 r = _mm256_fmadd_ps(n, _mm256_set1_ps(-PKV_EXP_LN2_HI), x);
+    r = _mm256_fmadd_ps(n, _mm256_set1_ps(-PKV_EXP_LN2_LO), r);
+    __m256 p = _mm256_fmadd_ps(_mm256_set1_ps(PKV_EXP_P5), r, _mm256_set1_ps(PKV_EXP_P4));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(PKV_EXP_P3));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(PKV_EXP_P2));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(PKV_EXP_P1));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(PKV_EXP_P0));
+    __m256 y = _mm256_add_ps(_mm256_fmadd_ps(p, _mm256_mul_ps(r, r), r), _mm256_set1_ps(1.0f));
+    /* The scales of a NaN are arbitrary, but y is then a NaN too and stays one. */
+    __m256i n_int = _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(PKV_EXP_ROUND_BITS));
+    __m256i n_half = _mm256_srai_epi32(n_int, 1), bias = _mm256_set1_epi32(127);
+    __m256i scale_1 = _mm256_slli_epi32(_mm256_add_epi32(n_half, bias), 23);
+    __m256i scale_2 = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(n_int, n_half), bias), 23);
+    return _mm256_mul_ps(_mm256_mul_ps(y, _mm256_castsi256_ps(scale_1)), _mm256_castsi256_ps(scale_2));
+}
+
+static void pkv_exp_row_f32_avx2(const float *x, float *y, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(y + i, pkv_exp_avx2(_mm256_loadu_ps(x + i)));
+    if (i < n) {
+        __m256i tail = pkv_tail_mask_avx2(n - i);
+        _mm256_maskstore_ps(y + i, tail, pkv_exp_avx2(_mm256_maskload_ps(x + i, tail)));
+    }
+}
+
+/* Live elements of s become exp(s - top) and are added to their lanes; the rest of both stays. */
+static inline __m256 pkv_exp_sum_tail_avx2(float *s, __m256 top, __m256 lanes_f32x8, __m256i live) {
+    __m256 e = pkv_exp_avx2(_mm256_sub_ps(_mm256_maskload_ps(s, live), top));
+    _mm256_maskstore_ps(s, live, e);
+    return _mm256_blendv_ps(lanes_f32x8, _mm256_add_ps(lanes_f32x8, e), _mm256_castsi256_ps(live));
+}
+
+static void pkv_softmax_chunk_f32_avx2(float *s, int64_t n, float *max, float *sum) {
+    const __m256 lowest = _mm256_set1_ps(-INFINITY);
+    __m256 max_f32x8 = lowest;
+    int64_t i = 0, whole = n & ~(int64_t)15;
+    for (i = 0; i + 8 <= n; i += 8)
+        max_f32x8 = _mm256_max_ps(_mm256_loadu_ps(s + i), max_f32x8);
+    if (i < n) {
+        __m256i tail = pkv_tail_mask_avx2(n - i);
+        __m256 last = _mm256_blendv_ps(lowest, _mm256_maskload_ps(s + i, tail), _mm256_castsi256_ps(tail));
+        max_f32x8 = _mm256_max_ps(last, max_f32x8);
+    }
+    /* A maximum has no rounding: any tree gives it. Lanes never hold a NaN (second operand wins). */
+    __m128 max_f32x4 = _mm_max_ps(_mm256_castps256_ps128(max_f32x8), _mm256_extractf128_ps(max_f32x8, 1));
+    max_f32x4 = _mm_max_ps(max_f32x4, _mm_movehl_ps(max_f32x4, max_f32x4));
+    max_f32x4 = _mm_max_ss(max_f32x4, _mm_movehdup_ps(max_f32x4));
+    *max = _mm_cvtss_f32(max_f32x4);
+    __m256 top = _mm256_set1_ps(*max), low_f32x8 = _mm256_setzero_ps(), high_f32x8 = low_f32x8;
+    for (i = 0; i < whole; i += 16) {
+        __m256 e_low = pkv_exp_avx2(_mm256_sub_ps(_mm256_loadu_ps(s + i), top));
+        __m256 e_high = pkv_exp_avx2(_mm256_sub_ps(_mm256_loadu_ps(s + i + 8), top));
+        _mm256_storeu_ps(s + i, e_low);
+        _mm256_storeu_ps(s + i + 8, e_high);
+        low_f32x8 = _mm256_add_ps(low_f32x8, e_low);
+        high_f32x8 = _mm256_add_ps(high_f32x8, e_high);
+    }
+    if (i < n)
+        low_f32x8 = pkv_exp_sum_tail_avx2(s + i, top, low_f32x8, pkv_tail_mask_avx2(n - i));
+    if (i + 8 < n)
+        high_f32x8 = pkv_exp_sum_tail_avx2(s + i + 8, top, high_f32x8, pkv_tail_mask_avx2(n - i - 8));
+    *sum = pkv_tree_sum_avx2(low_f32x8, high_f32x8);
+}
+
+static void pkv_attn_finish_f32_avx2(const float *acc, float sum, float *out, int64_t head_dim) {
+    __m256 sum_f32x8 = _mm256_set1_ps(sum);
+    int64_t d = 0;
+    for (; d + 8 <= head_dim; d += 8)
+        _mm256_storeu_ps(out + d, _mm256_div_ps(_mm256_loadu_ps(acc + d), sum_f32x8));
+    if (d < head_dim) {
+        __m256i tail = pkv_tail_mask_avx2(head_dim - d);
+        _mm256_maskstore_ps(out + d, tail, _mm256_div_ps(_mm256_maskload_ps(acc + d, tail), sum_f32x8));
+    }
+}
+
+static void pkv_softmax_f32_avx2(const float *x, float *y, int64_t n) {
+    float max, sum;
+    if (y != x)
+        memcpy(y, x, (size_t)n * sizeof *y);
+    pkv_softmax_chunk_f32_avx2(y, n, &max, &sum);
+    pkv_attn_finish_f32_avx2(y, sum, y, n);
+}
+
+static void pkv_rmsnorm_f32_avx2(const float *x, const float *gamma, float eps, float *y, int64_t n) {
+    float inverse = 1.0f / sqrtf(pkv_dot_f32_avx2(x, x, n) / (float)n + eps);
+    __m256 inverse_f32x8 = _mm256_set1_ps(inverse);
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(
+            y + i, _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x + i), inverse_f32x8), _mm256_loadu_ps(gamma + i)));
+    if (i < n) {
+        __m256i tail = pkv_tail_mask_avx2(n - i);
+        __m256 scaled = _mm256_mul_ps(_mm256_maskload_ps(x + i, tail), inverse_f32x8);
+        _mm256_maskstore_ps(y + i, tail, _mm256_mul_ps(scaled, _mm256_maskload_ps(gamma + i, tail)));
+    }
+}
+
+static void pkv_rope_f32_avx2(float *head, const float *cos, const float *sin, int64_t half) {
+    int64_t i = 0;
+    for (; i + 8 <= half; i += 8) {
+        __m256 a = _mm256_loadu_ps(head + i), b = _mm256_loadu_ps(head + i + half);
+        __m256 c = _mm256_loadu_ps(cos + i), s = _mm256_loadu_ps(sin + i);
+        _mm256_storeu_ps(head + i, _mm256_fmsub_ps(a, c, _mm256_mul_ps(b, s)));
+        _mm256_storeu_ps(head + i + half, _mm256_fmadd_ps(b, c, _mm256_mul_ps(a, s)));
+    }
+    if (i < half) {
+        __m256i tail = pkv_tail_mask_avx2(half - i);
+        __m256 a = _mm256_maskload_ps(head + i, tail), b = _mm256_maskload_ps(head + i + half, tail);
+        __m256 c = _mm256_maskload_ps(cos + i, tail), s = _mm256_maskload_ps(sin + i, tail);
+        _mm256_maskstore_ps(head + i, tail, _mm256_fmsub_ps(a, c, _mm256_mul_ps(b, s)));
+        _mm256_maskstore_ps(head + i + half, tail, _mm256_fmadd_ps(b, c, _mm256_mul_ps(a, s)));
+    }
+}
+
+static inline __m256 pkv_swiglu_avx2(__m256 gate, __m256 up) {
+    __m256 minus = _mm256_xor_ps(gate, _mm256_set1_ps(-0.0f));
+    __m256 below = _mm256_add_ps(_mm256_set1_ps(1.0f), pkv_exp_avx2(minus));
+    return _mm256_mul_ps(_mm256_div_ps(gate, below), up);
+}
+
+static void pkv_swiglu_f32_avx2(const float *gate, const float *up, float *y, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(y + i, pkv_swiglu_avx2(_mm256_loadu_ps(gate + i), _mm256_loadu_ps(up + i)));
+    if (i < n) {
+        __m256i tail = pkv_tail_mask_avx2(n - i);
+        _mm256_maskstore_ps(
+            y + i, tail, pkv_swiglu_avx2(_mm256_maskload_ps(gate + i, tail), _mm256_maskload_ps(up + i, tail)));
+    }
+}
+
+static void pkv_add_f32_avx2(float *y, const float *x, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(y + i, _mm256_add_ps(_mm256_loadu_ps(y + i), _mm256_loadu_ps(x + i)));
+    if (i < n) {
+        __m256i tail = pkv_tail_mask_avx2(n - i);
+        _mm256_maskstore_ps(y + i, tail,
+                            _mm256_add_ps(_mm256_maskload_ps(y + i, tail), _mm256_maskload_ps(x + i, tail)));
+    }
+}
+
+/* R rows of one panel: R * 4 accumulators stay in registers over all of k. 3 rows fill 12 of the 16 registers
+ * and leave three for the broadcasts and one for the panel. The loops must unroll at every optimisation level:
+ * an accumulator with a variable index lives in memory. */
+#define PKV_MAX_ROWS_AVX2 3
+#define PKV_MATMUL_ROWS(R)                                                                                     \
+    static void pkv_matmul_##R##rows_avx2(const float *x, int64_t ldx, const float *panel, int64_t n_k,        \
+                                          float *y, int64_t ldy, int accumulate) {                             \
+        __m256 acc[R][4], x_k[R];                                                                              \
+        _Pragma("GCC unroll 4") for (int m = 0; m < R; m++)                                                    \
+            _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)                                                \
+                acc[m][c] = accumulate ? _mm256_loadu_ps(y + m * ldy + 8 * c) : _mm256_setzero_ps();           \
+        for (int64_t k = 0; k < n_k; k++) {                                                                    \
+            _Pragma("GCC unroll 4") for (int m = 0; m < R; m++) x_k[m] = _mm256_broadcast_ss(x + m * ldx + k); \
+            _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++) {                                              \
+                __m256 w_c = _mm256_load_ps(panel + k * PKV_PANEL + 8 * c);                                    \
+                _Pragma("GCC unroll 4") for (int m = 0; m < R; m++)                                            \
+                    acc[m][c] = _mm256_fmadd_ps(x_k[m], w_c, acc[m][c]);                                       \
+            }                                                                                                  \
+        }                                                                                                      \
+        _Pragma("GCC unroll 4") for (int m = 0; m < R; m++)                                                    \
+            _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)                                                \
+                _mm256_storeu_ps(y + m * ldy + 8 * c, acc[m][c]);                                              \
+    }
+PKV_MATMUL_ROWS(1)
+PKV_MATMUL_ROWS(2)
+PKV_MATMUL_ROWS(3)
+#undef PKV_MATMUL_ROWS
+
+static void pkv_matmul_f32_avx2(const float *x, int64_t ldx, int64_t n_rows, const float *panels,
+                                int64_t panel_stride, int64_t n_k, float *y, int64_t ldy, int64_t n_cols,
+                                int accumulate) {
+    typedef void (*rows_fn)(const float *, int64_t, const float *, int64_t, float *, int64_t, int);
+    static const rows_fn by_rows[PKV_MAX_ROWS_AVX2] = {pkv_matmul_1rows_avx2, pkv_matmul_2rows_avx2,
+                                                       pkv_matmul_3rows_avx2};
+    /* Equal tiles: 4 rows run as 2 and 2, since a tile of one row would wait for its four chains. */
+    int64_t n_tiles = (n_rows + PKV_MAX_ROWS_AVX2 - 1) / PKV_MAX_ROWS_AVX2;
+    for (int64_t j = 0; j < n_cols; j += PKV_PANEL, panels += panel_stride) {
+        int64_t width = n_cols - j < PKV_PANEL ? n_cols - j : PKV_PANEL;
+        for (int64_t tile = 0; tile < n_tiles; tile++) {
+            int64_t m = n_rows * tile / n_tiles, rows = n_rows * (tile + 1) / n_tiles - m;
+            const float *x_m = x + m * ldx;
+            float *y_m = y + m * ldy + j;
+            if (width == PKV_PANEL) {
+                by_rows[rows - 1](x_m, ldx, panels, n_k, y_m, ldy, accumulate);
+                continue;
+            }
+            /* A narrow last panel goes through a copy: masked stores cost tens of cycles on some CPUs. */
+            float wide[PKV_MAX_ROWS_AVX2][PKV_PANEL] = {{0}};
+            for (int64_t r = 0; accumulate && r < rows; r++)
+                memcpy(wide[r], y_m + r * ldy, (size_t)width * sizeof *y);
+            by_rows[rows - 1](x_m, ldx, panels, n_k, wide[0], PKV_PANEL, accumulate);
+            for (int64_t r = 0; r < rows; r++)
+                memcpy(y_m + r * ldy, wide[r], (size_t)width * sizeof *y);
+        }
+    }
+}
+
+/* Four sets of lanes, already summed 8 apart, to their four tree sums: 4, 2 and 1 apart for all at once,
+ * halving the registers each time (a transpose and add). */
+static inline __m128 pkv_tree_sum_4_avx2(__m256 a, __m256 b, __m256 c, __m256 d) {
+    __m256 a_b = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    __m256 c_d = _mm256_add_ps(_mm256_permute2f128_ps(c, d, 0x20), _mm256_permute2f128_ps(c, d, 0x31));
+    __m256 ac_bd = _mm256_add_ps(_mm256_shuffle_ps(a_b, c_d, _MM_SHUFFLE(1, 0, 1, 0)),
+                                 _mm256_shuffle_ps(a_b, c_d, _MM_SHUFFLE(3, 2, 3, 2)));
+    __m256 sums = _mm256_add_ps(ac_bd, _mm256_movehdup_ps(ac_bd)); /* a . c . | b . d . */
+    __m128 ac = _mm256_castps256_ps128(sums), bd = _mm256_extractf128_ps(sums, 1);
+    return _mm_blend_ps(ac, _mm_moveldup_ps(bd), 0xA); /* a b c d */
+}
+
+static void pkv_attn_scores_f32_avx2(const float *q, int64_t n_q, const float *k, int64_t ldk, int64_t n_k,
+                                     int64_t head_dim, float scale, float *s, int64_t lds) {
+    const __m128 scale_f32x4 = _mm_set1_ps(scale);
+    int64_t whole = head_dim & ~(int64_t)15;
+    __m256i tail_low = pkv_tail_mask_avx2(head_dim - whole), tail_high = pkv_tail_mask_avx2(head_dim - whole - 8);
+    int64_t t0 = 0;
+    for (; t0 + 4 <= n_k; t0 += 4) {
+        const float *k_0 = k + t0 * ldk, *k_1 = k_0 + ldk, *k_2 = k_1 + ldk, *k_3 = k_2 + ldk;
+        for (int64_t h = 0; h < n_q; h++) {
+            const float *q_h = q + h * head_dim;
+            __m256 low_0 = _mm256_setzero_ps(), low_1 = low_0, low_2 = low_0, low_3 = low_0;
+            __m256 high_0 = low_0, high_1 = low_0, high_2 = low_0, high_3 = low_0;
+            for (int64_t d = 0; d < whole; d += 16) {
+                __m256 q_low = _mm256_loadu_ps(q_h + d), q_high = _mm256_loadu_ps(q_h + d + 8);
+                low_0 = _mm256_fmadd_ps(q_low, _mm256_loadu_ps(k_0 + d), low_0);
+                low_1 = _mm256_fmadd_ps(q_low, _mm256_loadu_ps(k_1 + d), low_1);
+                low_2 = _mm256_fmadd_ps(q_low, _mm256_loadu_ps(k_2 + d), low_2);
+                low_3 = _mm256_fmadd_ps(q_low, _mm256_loadu_ps(k_3 + d), low_3);
+                high_0 = _mm256_fmadd_ps(q_high, _mm256_loadu_ps(k_0 + d + 8), high_0);
+                high_1 = _mm256_fmadd_ps(q_high, _mm256_loadu_ps(k_1 + d + 8), high_1);
+                high_2 = _mm256_fmadd_ps(q_high, _mm256_loadu_ps(k_2 + d + 8), high_2);
+                high_3 = _mm256_fmadd_ps(q_high, _mm256_loadu_ps(k_3 + d + 8), high_3);
+            }
+            if (whole < head_dim) {
+                low_0 = pkv_mask_fmadd_avx2(q_h + whole, k_0 + whole, low_0, tail_low);
+                low_1 = pkv_mask_fmadd_avx2(q_h + whole, k_1 + whole, low_1, tail_low);
+                low_2 = pkv_mask_fmadd_avx2(q_h + whole, k_2 + whole, low_2, tail_low);
+                low_3 = pkv_mask_fmadd_avx2(q_h + whole, k_3 + whole, low_3, tail_low);
+            }
+            if (whole + 8 < head_dim) {
+                high_0 = pkv_mask_fmadd_avx2(q_h + whole + 8, k_0 + whole + 8, high_0, tail_high);
+                high_1 = pkv_mask_fmadd_avx2(q_h + whole + 8, k_1 + whole + 8, high_1, tail_high);
+                high_2 = pkv_mask_fmadd_avx2(q_h + whole + 8, k_2 + whole + 8, high_2, tail_high);
+                high_3 = pkv_mask_fmadd_avx2(q_h + whole + 8, k_3 + whole + 8, high_3, tail_high);
+            }
+            __m128 sums = pkv_tree_sum_4_avx2(_mm256_add_ps(low_0, high_0), _mm256_add_ps(low_1, high_1),
+                                              _mm256_add_ps(low_2, high_2), _mm256_add_ps(low_3, high_3));
+            _mm_storeu_ps(s + h * lds + t0, _mm_mul_ps(sums, scale_f32x4));
+        }
+    }
+    for (; t0 < n_k; t0++)
+        for (int64_t h = 0; h < n_q; h++)
+            s[h * lds + t0] = pkv_dot_f32_avx2(q + h * head_dim, k + t0 * ldk, head_dim) * scale;
+}
+
+/* H heads at once over 32 elements of the head: H * 4 chains, the values loaded once for all of them. */
+#define PKV_VALUES_HEADS(H)                                                                                    \
+    static inline void pkv_values_##H##heads_avx2(const float *p, int64_t ldp, const float *v, int64_t ldv,    \
+                                                  int64_t n_k, int64_t head_dim, float *acc) {                 \
+        __m256 a[H][4], p_t[H];                                                                                \
+        _Pragma("GCC unroll 4") for (int h = 0; h < H; h++)                                                    \
+            _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)                                                \
+                a[h][c] = _mm256_loadu_ps(acc + h * head_dim + 8 * c);                                         \
+        for (int64_t t = 0; t < n_k; t++) {                                                                    \
+            _Pragma("GCC unroll 4") for (int h = 0; h < H; h++) p_t[h] = _mm256_broadcast_ss(p + h * ldp + t); \
+            _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++) {                                              \
+                __m256 v_c = _mm256_loadu_ps(v + t * ldv + 8 * c);                                             \
+                _Pragma("GCC unroll 4") for (int h = 0; h < H; h++)                                            \
+                    a[h][c] = _mm256_fmadd_ps(p_t[h], v_c, a[h][c]);                                           \
+            }                                                                                                  \
+        }                                                                                                      \
+        _Pragma("GCC unroll 4") for (int h = 0; h < H; h++)                                                    \
+            _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)                                                \
+                _mm256_storeu_ps(acc + h * head_dim + 8 * c, a[h][c]);                                         \
+    }
+PKV_VALUES_HEADS(1)
+PKV_VALUES_HEADS(2)
+PKV_VALUES_HEADS(3)
+#undef PKV_VALUES_HEADS
+
+static void pkv_attn_values_f32_avx2(const float *p, int64_t ldp, int64_t n_q, const float *v, int64_t ldv,
+                                     int64_t n_k, int64_t head_dim, float *acc) {
+    int64_t d = 0;
+    for (; d + 32 <= head_dim; d += 32) {
+        int64_t h = 0;
+        for (; n_q - h >= 3; h += 3)
+            pkv_values_3heads_avx2(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d);
+        if (n_q - h == 2)
+            pkv_values_2heads_avx2(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d);
+        else if (n_q - h == 1)
+            pkv_values_1heads_avx2(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d);
+    }
+    for (; d < head_dim; d += 8) {
+        __m256i live = pkv_tail_mask_avx2(head_dim - d < 8 ? head_dim - d : 8);
+        for (int64_t h = 0; h < n_q; h++) {
+            __m256 a = _mm256_maskload_ps(acc + h * head_dim + d, live);
+            for (int64_t t = 0; t < n_k; t++)
+                a = _mm256_fmadd_ps(_mm256_broadcast_ss(p + h * ldp + t), _mm256_maskload_ps(v + t * ldv + d, live), a);
+            _mm256_maskstore_ps(acc + h * head_dim + d, live, a);
+        }
+    }
+}
+
+static void pkv_attn_merge_f32_avx2(float *max, float *sum, float *acc, float max_c, float sum_c,
+                                    const float *acc_c, int64_t head_dim) {
+    float top = max_c > *max ? max_c : *max;
+    __m256 weights = pkv_exp_avx2(_mm256_blend_ps(_mm256_set1_ps(max_c - top), _mm256_set1_ps(*max - top), 1));
+    __m256 keep = _mm256_broadcastss_ps(_mm256_castps256_ps128(weights)); /* lane 0 */
+    __m256 take = _mm256_broadcastss_ps(_mm256_extractf128_ps(weights, 1));
+    *max = top;
+    *sum = fmaf(*sum, _mm256_cvtss_f32(keep), sum_c * _mm256_cvtss_f32(take));
+    int64_t d = 0;
+    for (; d + 8 <= head_dim; d += 8) {
+        __m256 later = _mm256_mul_ps(_mm256_loadu_ps(acc_c + d), take);
+        _mm256_storeu_ps(acc + d, _mm256_fmadd_ps(_mm256_loadu_ps(acc + d), keep, later));
+    }
+    if (d < head_dim) {
+        __m256i tail = pkv_tail_mask_avx2(head_dim - d);
+        __m256 later = _mm256_mul_ps(_mm256_maskload_ps(acc_c + d, tail), take);
+        _mm256_maskstore_ps(acc + d, tail, _mm256_fmadd_ps(_mm256_maskload_ps(acc + d, tail), keep, later));
+    }
+}
+
+#pragma GCC pop_options
+
+#endif

@@ -1,0 +1,347 @@
+/* AVX-512F: the scalar file's order in 16 lanes. One register is one set of canonical lanes. */
+#ifndef PAGEDKV_KERNELS_AVX512_H
+#define PAGEDKV_KERNELS_AVX512_H
+
+#include <immintrin.h>
+
+#include "kernels_scalar.h"
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,fma,avx2")
+
+static inline __mmask16 pkv_tail_mask_avx512(int64_t n) { return (__mmask16)((1u << n) - 1); } /* n in [0, 16) */
+
+/* The fixed tree: 8 apart, 4, 2, 1. */
+static inline float pkv_tree_sum_avx512(__m512 lanes_f32x16) {
+    __m256 high_f32x8 = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(lanes_f32x16), 1));
+    __m256 sum_f32x8 = _mm256_add_ps(_mm512_castps512_ps256(lanes_f32x16), high_f32x8);
+    __m128 sum_f32x4 = _mm_add_ps(_mm256_castps256_ps128(sum_f32x8), _mm256_extractf128_ps(sum_f32x8, 1));
+    sum_f32x4 = _mm_add_ps(sum_f32x4, _mm_movehl_ps(sum_f32x4, sum_f32x4));
+    sum_f32x4 = _mm_add_ss(sum_f32x4, _mm_movehdup_ps(sum_f32x4));
+    return _mm_cvtss_f32(sum_f32x4);
+}
+
+static inline float pkv_dot_f32_avx512(const float *a, const float *b, int64_t n) {
+    __m512 lanes_f32x16 = _mm512_setzero_ps();
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        lanes_f32x16 = _mm512_fmadd_ps(_mm512_loadu_ps(a + i), _mm512_loadu_ps(b + i), lanes_f32x16);
+    if (i < n) {
+        __mmask16 tail = pkv_tail_mask_avx512(n - i);
+        lanes_f32x16 = _mm512_mask3_fmadd_ps(_mm512_maskz_loadu_ps(tail, a + i), _mm512_maskz_loadu_ps(tail, b + i),
+                                             lanes_f32x16, tail);
+    }
+    return pkv_tree_sum_avx512(lanes_f32x16);
+}
+
+static inline __m512 pkv_exp_avx512(__m512 x_f32x16) {
+    __m512 x = _mm512_max_ps(_mm512_set1_ps(PKV_EXP_LO), x_f32x16); /* second operand: a NaN stays */
+    x = _mm512_min_ps(_mm512_set1_ps(PKV_EXP_HI), x);
+    __m512 round = _mm512_set1_ps(PKV_EXP_ROUND);
+    __m512 n = _mm512_sub_ps(_mm512_fmadd_ps(x, _mm512_set1_ps(PKV_EXP_LOG2E), round), round);
+    __m512 r = _mm512_fmadd_ps(n, _mm512_set1_ps(-PKV_EXP_LN2_HI), x);
+    r = _mm512_fmadd_ps(n, _mm512_set1_ps(-PKV_EXP_LN2_LO), r);
+    __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(PKV_EXP_P5), r, _mm512_set1_ps(PKV_EXP_P4));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(PKV_EXP_P3));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(PKV_EXP_P2));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(PKV_EXP_P1));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(PKV_EXP_P0));
+    __m512 y = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(y, n); /* rounds once, as the scalar file's two factors do */
+}
+
+static void pkv_exp_row_f32_avx512(const float *x, float *y, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        _mm512_storeu_ps(y + i, pkv_exp_avx512(_mm512_loadu_ps(x + i)));
+    if (i < n) {
+        __mmask16 tail = pkv_tail_mask_avx512(n - i);
+        _mm512_mask_storeu_ps(y + i, tail, pkv_exp_avx512(_mm512_maskz_loadu_ps(tail, x + i)));
+    }
+}
+
+static void pkv_softmax_chunk_f32_avx512(float *s, int64_t n, float *max, float *sum) {
+    const __m512 low = _mm512_set1_ps(-INFINITY);
+    __m512 max_f32x16 = low;
+    int64_t i = 0, whole = n & ~(int64_t)15;
+    __mmask16 tail = pkv_tail_mask_avx512(n - whole);
+    for (i = 0; i < whole; i += 16)
+        max_f32x16 = _mm512_max_ps(_mm512_loadu_ps(s + i), max_f32x16);
+    if (tail)
+        max_f32x16 = _mm512_max_ps(_mm512_mask_loadu_ps(low, tail, s + i), max_f32x16);
+    /* A maximum has no rounding: any tree gives it. Lanes never hold a NaN (second operand wins). */
+    *max = _mm512_reduce_max_ps(max_f32x16);
+    __m512 top = _mm512_set1_ps(*max), lanes_f32x16 = _mm512_setzero_ps();
+    for (i = 0; i < whole; i += 16) {
+        __m512 e = pkv_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(s + i), top));
+        _mm512_storeu_ps(s + i, e);
+        lanes_f32x16 = _mm512_add_ps(lanes_f32x16, e);
+    }
+    if (tail) {
+        __m512 e = pkv_exp_avx512(_mm512_sub_ps(_mm512_maskz_loadu_ps(tail, s + i), top));
+        _mm512_mask_storeu_ps(s + i, tail, e);
+        lanes_f32x16 = _mm512_mask_add_ps(lanes_f32x16, tail, lanes_f32x16, e);
+    }
+    *sum = pkv_tree_sum_avx512(lanes_f32x16);
+}
+
+static void pkv_attn_finish_f32_avx512(const float *acc, float sum, float *out, int64_t head_dim) {
+    __m512 sum_f32x16 = _mm512_set1_ps(sum);
+    int64_t d = 0;
+    for (; d + 16 <= head_dim; d += 16)
+        _mm512_storeu_ps(out + d, _mm512_div_ps(_mm512_loadu_ps(acc + d), sum_f32x16));
+    if (d < head_dim) {
+        __mmask16 tail = pkv_tail_mask_avx512(head_dim - d);
+        _mm512_mask_storeu_ps(out + d, tail, _mm512_div_ps(_mm512_maskz_loadu_ps(tail, acc + d), sum_f32x16));
+    }
+}
+
+static void pkv_softmax_f32_avx512(const float *x, float *y, int64_t n) {
+    float max, sum;
+    if (y != x)
+        memcpy(y, x, (size_t)n * sizeof *y);
+    pkv_softmax_chunk_f32_avx512(y, n, &max, &sum);
+    pkv_attn_finish_f32_avx512(y, sum, y, n);
+}
+
+static void pkv_rmsnorm_f32_avx512(const float *x, const float *gamma, float eps, float *y, int64_t n) {
+    float inverse = 1.0f / sqrtf(pkv_dot_f32_avx512(x, x, n) / (float)n + eps);
+    __m512 inverse_f32x16 = _mm512_set1_ps(inverse);
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        _mm512_storeu_ps(y + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse_f32x16),
+                                              _mm512_loadu_ps(gamma + i)));
+    if (i < n) {
+        __mmask16 tail = pkv_tail_mask_avx512(n - i);
+        __m512 scaled = _mm512_mul_ps(_mm512_maskz_loadu_ps(tail, x + i), inverse_f32x16);
+        _mm512_mask_storeu_ps(y + i, tail, _mm512_mul_ps(scaled, _mm512_maskz_loadu_ps(tail, gamma + i)));
+    }
+}
+
+static void pkv_rope_f32_avx512(float *head, const float *cos, const float *sin, int64_t half) {
+    for (int64_t i = 0; i < half; i += 16) {
+        __mmask16 live = half - i >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(half - i);
+        __m512 a = _mm512_maskz_loadu_ps(live, head + i), b = _mm512_maskz_loadu_ps(live, head + i + half);
+        __m512 c = _mm512_maskz_loadu_ps(live, cos + i), s = _mm512_maskz_loadu_ps(live, sin + i);
+        _mm512_mask_storeu_ps(head + i, live, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
+        _mm512_mask_storeu_ps(head + i + half, live, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+    }
+}
+
+static inline __m512 pkv_swiglu_avx512(__m512 gate, __m512 up) {
+    __m512 minus = _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(gate), _mm512_set1_epi32(INT32_MIN)));
+    __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), pkv_exp_avx512(minus));
+    return _mm512_mul_ps(_mm512_div_ps(gate, below), up);
+}
+
+static void pkv_swiglu_f32_avx512(const float *gate, const float *up, float *y, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        _mm512_storeu_ps(y + i, pkv_swiglu_avx512(_mm512_loadu_ps(gate + i), _mm512_loadu_ps(up + i)));
+    if (i < n) {
+        __mmask16 tail = pkv_tail_mask_avx512(n - i);
+        _mm512_mask_storeu_ps(y + i, tail,
+                              pkv_swiglu_avx512(_mm512_maskz_loadu_ps(tail, gate + i),
+                                                _mm512_maskz_loadu_ps(tail, up + i)));
+    }
+}
+
+static void pkv_add_f32_avx512(float *y, const float *x, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        _mm512_storeu_ps(y + i, _mm512_add_ps(_mm512_loadu_ps(y + i), _mm512_loadu_ps(x + i)));
+    if (i < n) {
+        __mmask16 tail = pkv_tail_mask_avx512(n - i);
+        _mm512_mask_storeu_ps(
+            y + i, tail, _mm512_add_ps(_mm512_maskz_loadu_ps(tail, y + i), _mm512_maskz_loadu_ps(tail, x + i)));
+    }
+}
+
+/* R rows of one panel: R * 2 accumulators stay in registers over all of k. 12 rows fill 24 of the 32
+ * registers and leave room for the panel's two and the broadcast: past the 8 chains that hide the FMA's
+ * latency, and few enough that nothing spills. */
+#define PKV_MAX_ROWS_AVX512 12
+#define PKV_MATMUL_ROWS(R)                                                                                     \
+    static void pkv_matmul_##R##rows_avx512(const float *x, int64_t ldx, const float *panel, int64_t n_k,      \
+                                            float *y, int64_t ldy, __mmask16 live_0, __mmask16 live_1,         \
+                                            int accumulate) {                                                  \
+        __m512 acc[R][2];                                                                                      \
+        for (int m = 0; m < R; m++) {                                                                          \
+            acc[m][0] = accumulate ? _mm512_maskz_loadu_ps(live_0, y + m * ldy) : _mm512_setzero_ps();         \
+            acc[m][1] = accumulate ? _mm512_maskz_loadu_ps(live_1, y + m * ldy + 16) : _mm512_setzero_ps();    \
+        }                                                                                                      \
+        for (int64_t k = 0; k < n_k; k++) {                                                                    \
+            __m512 w_0 = _mm512_load_ps(panel + k * PKV_PANEL), w_1 = _mm512_load_ps(panel + k * PKV_PANEL + 16);\
+            for (int m = 0; m < R; m++) {                                                                      \
+                __m512 x_k = _mm512_set1_ps(x[m * ldx + k]);                                                   \
+                acc[m][0] = _mm512_fmadd_ps(x_k, w_0, acc[m][0]);                                              \
+                acc[m][1] = _mm512_fmadd_ps(x_k, w_1, acc[m][1]);                                              \
+            }                                                                                                  \
+        }                                                                                                      \
+        for (int m = 0; m < R; m++) {                                                                          \
+            _mm512_mask_storeu_ps(y + m * ldy, live_0, acc[m][0]);                                             \
+            _mm512_mask_storeu_ps(y + m * ldy + 16, live_1, acc[m][1]);                                        \
+        }                                                                                                      \
+    }
+PKV_MATMUL_ROWS(1)
+PKV_MATMUL_ROWS(2)
+PKV_MATMUL_ROWS(3)
+PKV_MATMUL_ROWS(4)
+PKV_MATMUL_ROWS(5)
+PKV_MATMUL_ROWS(6)
+PKV_MATMUL_ROWS(7)
+PKV_MATMUL_ROWS(8)
+PKV_MATMUL_ROWS(9)
+PKV_MATMUL_ROWS(10)
+PKV_MATMUL_ROWS(11)
+PKV_MATMUL_ROWS(12)
+#undef PKV_MATMUL_ROWS
+
+static void pkv_matmul_f32_avx512(const float *x, int64_t ldx, int64_t n_rows, const float *panels,
+                                  int64_t panel_stride, int64_t n_k, float *y, int64_t ldy, int64_t n_cols,
+                                  int accumulate) {
+    typedef void (*rows_fn)(const float *, int64_t, const float *, int64_t, float *, int64_t, __mmask16, __mmask16,
+                            int);
+    static const rows_fn by_rows[PKV_MAX_ROWS_AVX512] = {
+        pkv_matmul_1rows_avx512, pkv_matmul_2rows_avx512,  pkv_matmul_3rows_avx512,  pkv_matmul_4rows_avx512,
+        pkv_matmul_5rows_avx512, pkv_matmul_6rows_avx512,  pkv_matmul_7rows_avx512,  pkv_matmul_8rows_avx512,
+        pkv_matmul_9rows_avx512, pkv_matmul_10rows_avx512, pkv_matmul_11rows_avx512, pkv_matmul_12rows_avx512};
+    /* Equal tiles: 13 rows run as 7 and 6, since a tile of one row would wait for its two chains. */
+    int64_t n_tiles = (n_rows + PKV_MAX_ROWS_AVX512 - 1) / PKV_MAX_ROWS_AVX512;
+    for (int64_t j = 0; j < n_cols; j += PKV_PANEL, panels += panel_stride) {
+        int64_t width = n_cols - j < PKV_PANEL ? n_cols - j : PKV_PANEL;
+        __mmask16 live_0 = width >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(width);
+        __mmask16 live_1 = width >= 32 ? (__mmask16)0xFFFF : width <= 16 ? 0 : pkv_tail_mask_avx512(width - 16);
+        for (int64_t tile = 0; tile < n_tiles; tile++) {
+            int64_t m = n_rows * tile / n_tiles, rows = n_rows * (tile + 1) / n_tiles - m;
+            by_rows[rows - 1](x + m * ldx, ldx, panels, n_k, y + m * ldy + j, ldy, live_0, live_1, accumulate);
+        }
+    }
+}
+
+/* Sixteen sets of lanes to their sixteen tree sums, element t from lanes[t]: the tree's four steps done for
+ * all at once, halving the registers each time (a transpose and add). */
+static inline __m512 pkv_tree_sum_16_avx512(const __m512 *lanes) {
+    __m512 by_8[8], by_4[4], by_2[2];
+    for (int t = 0; t < 8; t++) /* 8 apart: low halves of t and t + 8, plus their high halves */
+        by_8[t] = _mm512_add_ps(_mm512_shuffle_f32x4(lanes[t], lanes[t + 8], _MM_SHUFFLE(1, 0, 1, 0)),
+                                _mm512_shuffle_f32x4(lanes[t], lanes[t + 8], _MM_SHUFFLE(3, 2, 3, 2)));
+    for (int t = 0; t < 4; t++) /* 4 apart: even quarters plus odd ones; order now t, t + 8, t + 4, t + 12 */
+        by_4[t] = _mm512_add_ps(_mm512_shuffle_f32x4(by_8[t], by_8[t + 4], _MM_SHUFFLE(2, 0, 2, 0)),
+                                _mm512_shuffle_f32x4(by_8[t], by_8[t + 4], _MM_SHUFFLE(3, 1, 3, 1)));
+    for (int t = 0; t < 2; t++) /* 2 apart, inside each quarter */
+        by_2[t] = _mm512_add_ps(_mm512_shuffle_ps(by_4[t], by_4[t + 2], _MM_SHUFFLE(1, 0, 1, 0)),
+                                _mm512_shuffle_ps(by_4[t], by_4[t + 2], _MM_SHUFFLE(3, 2, 3, 2)));
+    __m512 sums = _mm512_add_ps(_mm512_shuffle_ps(by_2[0], by_2[1], _MM_SHUFFLE(2, 0, 2, 0)),
+                                _mm512_shuffle_ps(by_2[0], by_2[1], _MM_SHUFFLE(3, 1, 3, 1)));
+    /* Each quarter holds t = 0, 2, 1, 3 plus its own 0, 8, 4 or 12: put element t at place t. */
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15), sums);
+}
+
+static void pkv_attn_scores_f32_avx512(const float *q, int64_t n_q, const float *k, int64_t ldk, int64_t n_k,
+                                       int64_t head_dim, float scale, float *s, int64_t lds) {
+    const __m512 scale_f32x16 = _mm512_set1_ps(scale);
+    int64_t whole = head_dim & ~(int64_t)15;
+    __mmask16 tail = pkv_tail_mask_avx512(head_dim - whole);
+    for (int64_t t0 = 0; t0 < n_k; t0 += 16) {
+        const float *k_t = k + t0 * ldk;
+        int64_t n = n_k - t0 < 16 ? n_k - t0 : 16;
+        for (int64_t h = 0; h < n_q; h++) {
+            const float *q_h = q + h * head_dim;
+            __m512 lanes[16];
+            if (n == 16) {
+                for (int t = 0; t < 16; t++)
+                    lanes[t] = _mm512_setzero_ps();
+                for (int64_t d = 0; d < whole; d += 16) {
+                    __m512 q_d = _mm512_loadu_ps(q_h + d);
+                    for (int t = 0; t < 16; t++)
+                        lanes[t] = _mm512_fmadd_ps(q_d, _mm512_loadu_ps(k_t + t * ldk + d), lanes[t]);
+                }
+                if (tail) {
+                    __m512 q_d = _mm512_maskz_loadu_ps(tail, q_h + whole);
+                    for (int t = 0; t < 16; t++)
+                        lanes[t] = _mm512_mask3_fmadd_ps(
+                            q_d, _mm512_maskz_loadu_ps(tail, k_t + t * ldk + whole), lanes[t], tail);
+                }
+                _mm512_storeu_ps(s + h * lds + t0, _mm512_mul_ps(pkv_tree_sum_16_avx512(lanes), scale_f32x16));
+            } else {
+                for (int64_t t = 0; t < n; t++)
+                    s[h * lds + t0 + t] = pkv_dot_f32_avx512(q_h, k_t + t * ldk, head_dim) * scale;
+            }
+        }
+    }
+}
+
+/* H heads at once over 64 elements of the head: H * 4 chains, the values loaded once for all of them. */
+#define PKV_VALUES_HEADS(H)                                                                                    \
+    static inline void pkv_values_##H##heads_avx512(const float *p, int64_t ldp, const float *v, int64_t ldv,  \
+                                                    int64_t n_k, int64_t head_dim, float *acc) {               \
+        __m512 a[H][4];                                                                                        \
+        for (int h = 0; h < H; h++)                                                                            \
+            for (int i = 0; i < 4; i++)                                                                        \
+                a[h][i] = _mm512_loadu_ps(acc + h * head_dim + 16 * i);                                        \
+        for (int64_t t = 0; t < n_k; t++) {                                                                    \
+            const float *v_t = v + t * ldv;                                                                    \
+            __m512 v_0 = _mm512_loadu_ps(v_t), v_1 = _mm512_loadu_ps(v_t + 16);                                \
+            __m512 v_2 = _mm512_loadu_ps(v_t + 32), v_3 = _mm512_loadu_ps(v_t + 48);                           \
+            for (int h = 0; h < H; h++) {                                                                      \
+                __m512 p_t = _mm512_set1_ps(p[h * ldp + t]);                                                   \
+                a[h][0] = _mm512_fmadd_ps(p_t, v_0, a[h][0]);                                                  \
+                a[h][1] = _mm512_fmadd_ps(p_t, v_1, a[h][1]);                                                  \
+                a[h][2] = _mm512_fmadd_ps(p_t, v_2, a[h][2]);                                                  \
+                a[h][3] = _mm512_fmadd_ps(p_t, v_3, a[h][3]);                                                  \
+            }                                                                                                  \
+        }                                                                                                      \
+        for (int h = 0; h < H; h++)                                                                            \
+            for (int i = 0; i < 4; i++)                                                                        \
+                _mm512_storeu_ps(acc + h * head_dim + 16 * i, a[h][i]);                                        \
+    }
+PKV_VALUES_HEADS(1)
+PKV_VALUES_HEADS(2)
+PKV_VALUES_HEADS(3)
+PKV_VALUES_HEADS(4)
+#undef PKV_VALUES_HEADS
+
+static void pkv_attn_values_f32_avx512(const float *p, int64_t ldp, int64_t n_q, const float *v, int64_t ldv,
+                                       int64_t n_k, int64_t head_dim, float *acc) {
+    int64_t d = 0;
+    for (; d + 64 <= head_dim; d += 64) {
+        int64_t h = 0;
+        for (; n_q - h >= 4; h += 4)
+            pkv_values_4heads_avx512(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d);
+        if (n_q - h == 3)
+            pkv_values_3heads_avx512(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d);
+        else if (n_q - h == 2)
+            pkv_values_2heads_avx512(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d);
+        else if (n_q - h == 1)
+            pkv_values_1heads_avx512(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d);
+    }
+    for (; d < head_dim; d += 16) {
+        __mmask16 live = head_dim - d >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(head_dim - d);
+        for (int64_t h = 0; h < n_q; h++) {
+            __m512 a = _mm512_maskz_loadu_ps(live, acc + h * head_dim + d);
+            for (int64_t t = 0; t < n_k; t++)
+                a = _mm512_fmadd_ps(_mm512_set1_ps(p[h * ldp + t]), _mm512_maskz_loadu_ps(live, v + t * ldv + d), a);
+            _mm512_mask_storeu_ps(acc + h * head_dim + d, live, a);
+        }
+    }
+}
+
+static void pkv_attn_merge_f32_avx512(float *max, float *sum, float *acc, float max_c, float sum_c,
+                                      const float *acc_c, int64_t head_dim) {
+    float top = max_c > *max ? max_c : *max;
+    __m512 weights = pkv_exp_avx512(_mm512_mask_blend_ps(1, _mm512_set1_ps(max_c - top), _mm512_set1_ps(*max - top)));
+    __m512 keep = _mm512_permutexvar_ps(_mm512_setzero_si512(), weights); /* lane 0 */
+    __m512 take = _mm512_permutexvar_ps(_mm512_set1_epi32(1), weights);
+    *max = top;
+    *sum = fmaf(*sum, _mm512_cvtss_f32(keep), sum_c * _mm512_cvtss_f32(take));
+    for (int64_t d = 0; d < head_dim; d += 16) {
+        __mmask16 live = head_dim - d >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(head_dim - d);
+        __m512 later = _mm512_mul_ps(_mm512_maskz_loadu_ps(live, acc_c + d), take);
+        _mm512_mask_storeu_ps(acc + d, live, _mm512_fmadd_ps(_mm512_maskz_loadu_ps(live, acc + d), keep, later));
+    }
+}
+
+#pragma GCC pop_options
+
+#endif

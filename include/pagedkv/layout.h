@@ -1,0 +1,48 @@
+/* Address arithmetic: where a row of the pool, a packed weight or a chunk of attention lies.
+ * The one owner of these formulas. All offsets are int64_t and count elements, not bytes: a pool passes
+ * 2^31 elements long before it fills the memory of a small server. */
+#ifndef PAGEDKV_LAYOUT_H
+#define PAGEDKV_LAYOUT_H
+
+#include <stdint.h>
+
+/* Positions in one chunk of attention's softmax, aligned at position 0. The constant is part of the
+ * canonical order: changing it changes bits. 256 keeps one chunk of K (or V) of a 64-wide head at 64 KiB,
+ * inside L2 beside the scores, and leaves 32 chunks to share out among threads at a context of 8k. */
+#define PKV_CHUNK 256
+
+/* Columns in one panel of packed weights: two AVX-512 registers, four AVX2, eight NEON. */
+#define PKV_PANEL 32
+
+/* Lanes of every reduction along a row (dot products, sums): see kernels_scalar.h. */
+#define PKV_LANES 16
+
+/* Element offset of (block, layer, row 0) in K or V, shaped [n_blocks, n_layers, block_size, kv_dim]. */
+static inline int64_t pkv_block_offset(int64_t block_id, int64_t layer, int64_t n_layers, int64_t block_size,
+                                       int64_t kv_dim) {
+    return (block_id * n_layers + layer) * block_size * kv_dim;
+}
+
+/* Element offset of (block, layer, row) in K or V. */
+static inline int64_t pkv_row_offset(int64_t block_id, int64_t layer, int64_t row, int64_t n_layers,
+                                     int64_t block_size, int64_t kv_dim) {
+    return pkv_block_offset(block_id, layer, n_layers, block_size, kv_dim) + row * kv_dim;
+}
+
+/* Blocks that hold n_tokens rows. */
+static inline int64_t pkv_blocks_for(int64_t n_tokens, int64_t block_size) {
+    return n_tokens / block_size + (n_tokens % block_size != 0);
+}
+
+/* Panels that hold n output columns. */
+static inline int64_t pkv_panels_for(int64_t n) { return n / PKV_PANEL + (n % PKV_PANEL != 0); }
+
+/* Element offset of panel p in weights packed as [n_panels, k, PKV_PANEL]. */
+static inline int64_t pkv_panel_offset(int64_t panel, int64_t k) { return panel * k * PKV_PANEL; }
+
+/* Chunks that positions [0, n_tokens) touch. */
+static inline int64_t pkv_chunks_for(int64_t n_tokens) {
+    return n_tokens / PKV_CHUNK + (n_tokens % PKV_CHUNK != 0);
+}
+
+#endif

@@ -1,0 +1,225 @@
+/* One step of a Llama-family model: rows of any sequences through the layers, cut into tasks that threads
+ * share. Every function here is one task; pagedkv/_core.pyx runs them in parallel, a barrier between kinds.
+ * A row is one token of one sequence. Each weight is read once for all rows of a step. */
+#ifndef PAGEDKV_STEP_H
+#define PAGEDKV_STEP_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include "attention.h"
+#include "dispatch.h"
+#include "layout.h"
+#include "pool.h"
+
+/* Rows that go through the layers together; a longer step runs in several passes, which no bit shows.
+ * 512 rows keep the arithmetic near the FMA limit and the activations of an 8B model under 100 MB. */
+#define PKV_STEP_ROWS 512
+
+/* Steps of k that one pass of the matmul takes: the rows' x stays in L1 (12 rows x 512 x 4 B = 24 KiB), and
+ * the panel's slice (64 KiB) in L2 while all rows pass over it. */
+#define PKV_K_TILE 512
+
+/* A matrix [n, k] in panels, 64-byte aligned, [ceil(n / 32), k, 32], the last panel padded with zeros. */
+typedef struct pkv_weight {
+    const float *panels;
+    int64_t n;
+    int64_t k;
+} pkv_weight;
+
+typedef struct pkv_layer {
+    const float *attn_norm; /* [hidden_dim] */
+    const float *ffn_norm;  /* [hidden_dim] */
+    const float *qkv_bias;  /* [q_dim + 2 * kv_dim], or NULL */
+    pkv_weight qkv;         /* [q_dim + 2 * kv_dim, hidden_dim]: Q, K, V rows one after the other */
+    pkv_weight o;           /* [hidden_dim, q_dim] */
+    pkv_weight gate_up;     /* [2 * ffn_dim, hidden_dim]: panels of gate and up in turn */
+    pkv_weight down;        /* [hidden_dim, ffn_dim] */
+} pkv_layer;
+
+typedef struct pkv_model {
+    int64_t n_layers, hidden_dim, ffn_dim, vocab_size;
+    int64_t rope_half; /* rotating pairs of a head */
+    pkv_attn_shape attn;
+    float norm_eps;
+    const double *inv_freq; /* [rope_half] radians a position */
+    const pkv_layer *layers;
+    const float *out_norm; /* [hidden_dim] */
+    pkv_weight embedding;  /* [vocab_size, hidden_dim] */
+    pkv_weight head;       /* [vocab_size, hidden_dim]; the embedding where tied */
+} pkv_model;
+
+/* One pass: up to PKV_STEP_ROWS rows, and the scratch planned for them. */
+typedef struct pkv_step {
+    const pkv_model *model;
+    const pkv_kernels *kernels;
+    int64_t n_rows;
+    const int32_t *tokens;    /* [n_rows] */
+    const int64_t *positions; /* [n_rows] index of the row in its sequence */
+    pkv_seq *const *row_seqs; /* [n_rows] */
+    pkv_attn_plan plan;
+    int64_t n_out;          /* rows whose logits are asked for */
+    const int64_t *out_row; /* [n_out] ascending */
+    float *logits;          /* [n_out, vocab_size] */
+    float *x;               /* [n_rows, hidden_dim] the residual stream */
+    float *normed;          /* [n_rows, hidden_dim] */
+    float *qkv;             /* [n_rows, q_dim + 2 * kv_dim] */
+    float *attn;            /* [n_rows, q_dim] */
+    float *proj;            /* [n_rows, hidden_dim] */
+    float *ffn;             /* [n_rows, ffn_dim] */
+    float *cos, *sin;       /* [n_rows, rope_half] */
+    float *partials;
+    float *thread; /* scratch of thread 0; the others follow */
+    int64_t thread_len;
+} pkv_step;
+
+static inline int64_t pkv_q_dim(const pkv_model *m) { return m->attn.n_heads * m->attn.head_dim; }
+static inline int64_t pkv_kv_dim(const pkv_model *m) { return m->attn.n_kv_heads * m->attn.head_dim; }
+
+/* Columns [32 * panel, ...) of y = x W^T for all rows; y has row stride ldy and starts at column 0.
+ * Returns the number of columns. */
+static inline int64_t pkv_matmul_panel(const pkv_kernels *kernels, const float *x, int64_t ldx, int64_t n_rows,
+                                       const pkv_weight *w, int64_t panel, float *y, int64_t ldy) {
+    int64_t n_cols = pkv_min(PKV_PANEL, w->n - panel * PKV_PANEL);
+    const float *p = w->panels + pkv_panel_offset(panel, w->k);
+    int64_t tile = n_rows > 12 ? PKV_K_TILE : w->k; /* few rows: x fits L1 anyway, one pass */
+    for (int64_t k = 0; k < w->k; k += tile)
+        kernels->matmul_f32(x + k, ldx, n_rows, p + k * PKV_PANEL, 0, pkv_min(tile, w->k - k),
+                            y + panel * PKV_PANEL, ldy, n_cols, k > 0);
+    return n_cols;
+}
+
+/* Row i: the token's embedding, read out of the packed matrix, and the rotation of its position. */
+static inline void pkv_step_embed(const pkv_step *s, int64_t i) {
+    const pkv_model *m = s->model;
+    int64_t token = s->tokens[i];
+    const float *from = m->embedding.panels + pkv_panel_offset(token / PKV_PANEL, m->hidden_dim) + token % PKV_PANEL;
+    float *to = s->x + i * m->hidden_dim;
+    for (int64_t d = 0; d < m->hidden_dim; d++)
+        to[d] = from[d * PKV_PANEL];
+    pkv_rope_table(s->positions[i], m->inv_freq, m->rope_half, s->cos + i * m->rope_half, s->sin + i * m->rope_half);
+}
+
+static inline void pkv_step_norm(const pkv_step *s, const float *gamma, int64_t i) {
+    int64_t n = s->model->hidden_dim;
+    s->kernels->rmsnorm(s->x + i * n, gamma, s->model->norm_eps, s->normed + i * n, n);
+}
+
+/* One panel of Q, K and V. */
+static inline void pkv_step_qkv(const pkv_step *s, const pkv_layer *layer, int64_t panel) {
+    int64_t n_cols = pkv_matmul_panel(s->kernels, s->normed, s->model->hidden_dim, s->n_rows, &layer->qkv, panel,
+                                      s->qkv, layer->qkv.n);
+    if (layer->qkv_bias)
+        for (int64_t i = 0; i < s->n_rows; i++)
+            s->kernels->add(s->qkv + i * layer->qkv.n + panel * PKV_PANEL, layer->qkv_bias + panel * PKV_PANEL, n_cols);
+}
+
+/* Row i: rotate its Q and K by its position, and write K and V into its sequence. The step has reserved the
+ * row (pkv_ensure_append_batch), so nothing is checked here. */
+static inline void pkv_step_rope_append(const pkv_step *s, int64_t layer, int64_t i) {
+    const pkv_model *m = s->model;
+    int64_t head_dim = m->attn.head_dim, q_dim = pkv_q_dim(m), kv_dim = pkv_kv_dim(m);
+    const float *cos = s->cos + i * m->rope_half, *sin = s->sin + i * m->rope_half;
+    float *q = s->qkv + i * (q_dim + 2 * kv_dim), *k = q + q_dim, *v = k + kv_dim;
+    for (int64_t h = 0; h < m->attn.n_heads + m->attn.n_kv_heads; h++) /* K follows Q */
+        s->kernels->rope(q + h * head_dim, cos, sin, m->rope_half);
+    pkv_seq *seq = s->row_seqs[i];
+    int64_t offset = pkv_seq_row_offset(seq, layer, s->positions[i]);
+    memcpy(seq->pool->k + offset, k, (size_t)kv_dim * sizeof(float));
+    memcpy(seq->pool->v + offset, v, (size_t)kv_dim * sizeof(float));
+}
+
+static inline void pkv_step_attend(const pkv_step *s, int64_t layer, int64_t item, int thread) {
+    const pkv_model *m = s->model;
+    pkv_attn_run(s->kernels, &m->attn, &s->plan.run[item], layer, s->qkv, pkv_q_dim(m) + 2 * pkv_kv_dim(m), s->attn,
+                 pkv_q_dim(m), s->partials, s->thread + thread * s->thread_len);
+}
+
+static inline void pkv_step_join(const pkv_step *s, int64_t item) {
+    pkv_attn_join(s->kernels, &s->model->attn, &s->plan.join[item], s->attn, pkv_q_dim(s->model), s->partials);
+}
+
+/* One panel of a projection back into the residual stream: x += in W^T. */
+static inline void pkv_step_project(const pkv_step *s, const pkv_weight *w, const float *in, int64_t panel) {
+    int64_t n_cols = pkv_matmul_panel(s->kernels, in, w->k, s->n_rows, w, panel, s->proj, w->n);
+    for (int64_t i = 0; i < s->n_rows; i++)
+        s->kernels->add(s->x + i * w->n + panel * PKV_PANEL, s->proj + i * w->n + panel * PKV_PANEL, n_cols);
+}
+
+static inline void pkv_step_attn_out(const pkv_step *s, const pkv_layer *layer, int64_t panel) {
+    pkv_step_project(s, &layer->o, s->attn, panel);
+}
+
+/* One panel of gate and its twin of up, through SwiGLU, while both are in the cache. */
+static inline void pkv_step_gate_up(const pkv_step *s, const pkv_layer *layer, int64_t panel, int thread) {
+    const pkv_model *m = s->model;
+    float *both = s->thread + thread * s->thread_len; /* [n_rows, 2 * PKV_PANEL] */
+    int64_t n_cols = pkv_min(PKV_PANEL, m->ffn_dim - panel * PKV_PANEL);
+    pkv_weight pair = {layer->gate_up.panels + pkv_panel_offset(2 * panel, m->hidden_dim), 2 * PKV_PANEL,
+                       m->hidden_dim};
+    for (int64_t half = 0; half < 2; half++)
+        pkv_matmul_panel(s->kernels, s->normed, m->hidden_dim, s->n_rows, &pair, half, both, 2 * PKV_PANEL);
+    for (int64_t i = 0; i < s->n_rows; i++)
+        s->kernels->swiglu(both + i * 2 * PKV_PANEL, both + i * 2 * PKV_PANEL + PKV_PANEL,
+                           s->ffn + i * m->ffn_dim + panel * PKV_PANEL, n_cols);
+}
+
+static inline void pkv_step_down(const pkv_step *s, const pkv_layer *layer, int64_t panel) {
+    pkv_step_project(s, &layer->down, s->ffn, panel);
+}
+
+/* Output row i: the last norm, into the first n_out rows of normed. */
+static inline void pkv_step_out_norm(const pkv_step *s, int64_t i) {
+    int64_t n = s->model->hidden_dim;
+    s->kernels->rmsnorm(s->x + s->out_row[i] * n, s->model->out_norm, s->model->norm_eps, s->normed + i * n, n);
+}
+
+static inline void pkv_step_head(const pkv_step *s, int64_t panel) {
+    pkv_matmul_panel(s->kernels, s->normed, s->model->hidden_dim, s->n_out, &s->model->head, panel, s->logits,
+                     s->model->vocab_size);
+}
+
+/* Floats of scratch one thread needs. */
+static inline int64_t pkv_step_thread_len(const pkv_model *m, int64_t n_rows) {
+    int64_t both = n_rows * 2 * PKV_PANEL, attn = pkv_attn_scratch_len(&m->attn);
+    return ((both > attn ? both : attn) + 15) / 16 * 16;
+}
+
+/* Lay the scratch of n_rows rows out in one block of floats. With block NULL only the length is returned. */
+static inline int64_t pkv_step_lay_out(pkv_step *s, const pkv_model *m, int64_t n_rows, int64_t n_threads,
+                                       float *block) {
+    int64_t at = 0;
+#define PKV_TAKE(field, len)                                                                                   \
+    do {                                                                                                       \
+        if (block)                                                                                             \
+            s->field = block + at;                                                                             \
+        at += ((len) + 15) / 16 * 16;                                                                          \
+    } while (0)
+    PKV_TAKE(x, n_rows * m->hidden_dim);
+    PKV_TAKE(normed, n_rows * m->hidden_dim);
+    PKV_TAKE(qkv, n_rows * (pkv_q_dim(m) + 2 * pkv_kv_dim(m)));
+    PKV_TAKE(attn, n_rows * pkv_q_dim(m));
+    PKV_TAKE(proj, n_rows * m->hidden_dim);
+    PKV_TAKE(ffn, n_rows * m->ffn_dim);
+    PKV_TAKE(cos, n_rows * m->rope_half);
+    PKV_TAKE(sin, n_rows * m->rope_half);
+    s->thread_len = pkv_step_thread_len(m, n_rows);
+    PKV_TAKE(thread, s->thread_len * n_threads);
+#undef PKV_TAKE
+    return at;
+}
+
+/* Rows of w [n, k] into the columns of a packed matrix: row i becomes column (row_0 + i) % 32 of panel
+ * first + step * ((row_0 + i) / 32). This task does the rows that land in the panel-th of those panels. */
+static inline void pkv_pack_panel_f32(const float *w, int64_t n, int64_t k, int64_t row_0, int64_t first, int64_t step,
+                                      int64_t panel, float *panels) {
+    float *to = panels + pkv_panel_offset(first + step * panel, k);
+    for (int64_t col = 0; col < PKV_PANEL; col++) {
+        int64_t i = panel * PKV_PANEL + col - row_0;
+        if (i >= 0 && i < n)
+            for (int64_t d = 0; d < k; d++)
+                to[d * PKV_PANEL + col] = w[i * k + d];
+    }
+}
+
+#endif

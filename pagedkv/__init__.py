@@ -1,0 +1,50 @@
+"""Batched Llama decoding on CPUs over a paged KV cache, in which how a token was computed never shows in its bits."""
+
+import os as _os
+
+from pagedkv import threads as _threads  # first: sets the thread count and the instruction set
+from pagedkv._core import (
+    ApStatus,
+    Blk4Status,
+    Flv4Status,
+    KvaStatus,
+    PkvStatus,
+    Stk4Status,
+    available_isas,
+    get_num_threads,
+    isa,
+    set_num_threads,
+)
+from pagedkv.attention import attention, paged_attention
+from pagedkv.config import LlamaConfig
+from pagedkv.errors import (
+    BadDimError,
+    BadGQAError,
+    BoundsError,
+    ElementCountOverflow,
+    EmptyShape,
+    FormatError,
+    KvCacheAppendError,
+    NullError,
+    PagedKVError,
+    PoolExhausted,
+    Range,
+    TokenError,
+    UnsupportedDtype,
+)
+from pagedkv.hub import ModelNotFound
+from pagedkv.model import LlamaModel
+from pagedkv.ops import PackedWeight, dot, exp, kv_cache_append, matmul, pack, rmsnorm, rope, softmax, swiglu
+from pagedkv.pool import BlockPool
+from pagedkv.rope import rope_inv_freq
+from pagedkv.sequence import Sequence
+from pagedkv.tokenizer import Tokenizer
+
+__version__ = "0.1.0"
+
+
+def get_include():
+    """Directory of the C headers: ``#include "pagedkv/pool.h"`` and its neighbours."""
+    here = _os.path.dirname(_os.path.abspath(__file__))
+    installed = _os.path.join(here, "include")
+    return installed if _os.path.isdir(installed) else _os.path.join(_os.path.dirname(here), "include")

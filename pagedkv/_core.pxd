@@ -1,0 +1,195 @@
+# C declarations of include/pagedkv, for _core.pyx and for Cython users (pagedkv.get_include()).
+from libc.stdint cimport int32_t, int64_t, uint64_t
+
+
+cdef extern from "pagedkv/status.h" nogil:
+    ctypedef enum pkv_status:
+        PKV_OK, PKV_ERR_NULL, PKV_ERR_BAD_DIM, PKV_ERR_EXHAUST, PKV_ERR_BOUNDS
+    ctypedef enum ap_status:
+        AP_OK, AP_ERR_BAD_DIM, AP_ERR_BAD_GQA, AP_ERR_SEQ
+    ctypedef enum blk4_status:
+        BLK4_OK, BLK4_ERR_BAD_DIM, BLK4_ERR_NULL, BLK4_ERR_CACHE
+    ctypedef enum stk4_status:
+        STK4_OK, STK4_ERR_BAD_DIM, STK4_ERR_NULL, STK4_ERR_LAYER
+    ctypedef enum flv4_status:
+        FLV4_OK, FLV4_ERR_NULL, FLV4_ERR_BAD_DIM, FLV4_ERR_TOKEN, FLV4_ERR_STACK
+    ctypedef enum kva_status:
+        KVA_OK, KVA_ERR_EMPTY_SHAPE, KVA_ERR_RANGE, KVA_ERR_ELEMENT_COUNT_OVERFLOW, KVA_ERR_UNSUPPORTED_DTYPE
+
+
+cdef extern from "pagedkv/layout.h" nogil:
+    const int64_t PKV_CHUNK
+    const int64_t PKV_PANEL
+    int64_t pkv_blocks_for(int64_t n_tokens, int64_t block_size)
+    int64_t pkv_panels_for(int64_t n)
+    int64_t pkv_row_offset(int64_t block_id, int64_t layer, int64_t row, int64_t n_layers, int64_t block_size,
+                           int64_t kv_dim)
+
+
+cdef extern from "pagedkv/memory.h" nogil:
+    void *pkv_mem_alloc(size_t n_bytes)
+    void pkv_mem_free(void *p, size_t n_bytes)
+    bint pkv_mul_size(int64_t a, int64_t b, int64_t *out)
+
+
+cdef extern from "pagedkv/fpenv.h" nogil:
+    uint64_t pkv_fpenv_enter()
+    void pkv_fpenv_leave(uint64_t saved)
+
+
+cdef extern from "pagedkv/pool.h" nogil:
+    ctypedef struct pkv_pool:
+        int64_t n_blocks, n_layers, block_size, kv_dim
+        float *k
+        float *v
+        int32_t *ref_count
+        int64_t n_free
+    ctypedef struct pkv_seq:
+        pkv_pool *pool
+        int32_t *block_table
+        int64_t max_blocks, n_blocks, seq_len
+    pkv_status pkv_pool_new(int64_t n_blocks, int64_t n_layers, int64_t kv_dim, int64_t block_size, pkv_pool **out)
+    void pkv_pool_free(pkv_pool *pool)
+    pkv_status pkv_alloc_block(pkv_pool *pool, int32_t *block_id)
+    pkv_status pkv_ref_block(pkv_pool *pool, int64_t block_id)
+    pkv_status pkv_unref_block(pkv_pool *pool, int64_t block_id)
+    pkv_status pkv_seq_new(pkv_pool *pool, int64_t max_tokens, pkv_seq **out)
+    pkv_status pkv_seq_fork(const pkv_seq *source, pkv_seq **out)
+    void pkv_seq_free(pkv_seq *seq)
+    pkv_status pkv_seq_truncate(pkv_seq *seq, int64_t new_len)
+    pkv_status pkv_ensure_append(pkv_seq *seq, int64_t n_new, int64_t *needed)
+    pkv_status pkv_check_append_batch(pkv_seq **seqs, const int64_t *n_new, int64_t n_seqs, int64_t *failed,
+                                      int64_t *needed)
+    pkv_status pkv_ensure_append_batch(pkv_seq **seqs, const int64_t *n_new, int64_t n_seqs, int64_t *failed,
+                                       int64_t *needed)
+    pkv_status pkv_append_layer(pkv_seq *seq, int64_t layer, const float *k, const float *v, int64_t n)
+    pkv_status pkv_advance(pkv_seq *seq, int64_t n)
+    pkv_status pkv_gather_head(const pkv_seq *seq, int64_t layer, int64_t kv_head, int64_t head_dim, int64_t total_k,
+                               float *k_out, float *v_out)
+
+
+cdef extern from "pagedkv/dispatch.h" nogil:
+    ctypedef struct pkv_kernels:
+        const char *isa
+        float (*dot)(const float *a, const float *b, int64_t n) noexcept nogil
+        void (*exp_row)(const float *x, float *y, int64_t n) noexcept nogil
+        void (*softmax)(const float *x, float *y, int64_t n) noexcept nogil
+        void (*rmsnorm)(const float *x, const float *gamma, float eps, float *y, int64_t n) noexcept nogil
+        void (*rope)(float *head, const float *cos, const float *sin, int64_t half) noexcept nogil
+        void (*swiglu)(const float *gate, const float *up, float *y, int64_t n) noexcept nogil
+    const pkv_kernels pkv_kernel_tables[]
+    int pkv_n_kernel_tables()
+    bint pkv_isa_runs(int i)
+    const pkv_kernels *pkv_kernels_for(const char *isa)
+    void pkv_rope_table(int64_t position, const double *inv_freq, int64_t half, float *cos, float *sin)
+
+
+cdef extern from "pagedkv/attention.h" nogil:
+    ctypedef struct pkv_attn_shape:
+        int64_t n_heads, n_kv_heads, head_dim
+        float scale
+    ctypedef struct pkv_kv_view:
+        const float *k
+        const float *v
+        const int32_t *block_table
+        int64_t block_stride, layer_stride, row_stride, block_size
+    ctypedef struct pkv_attn_segment:
+        pkv_kv_view kv
+        int64_t row, n_rows, visible, visible_step
+    ctypedef struct pkv_attn_item:
+        pass
+    ctypedef struct pkv_attn_plan:
+        pkv_attn_item *run
+        pkv_attn_item *join
+        int64_t n_run, n_join, partials_len
+    void pkv_attn_make_plan(pkv_attn_plan *plan, const pkv_attn_shape *shape, const pkv_attn_segment *segments,
+                            int64_t n_segments, int64_t n_threads)
+    int64_t pkv_attn_scratch_len(const pkv_attn_shape *shape)
+    void pkv_attn_run(const pkv_kernels *kernels, const pkv_attn_shape *shape, const pkv_attn_item *item,
+                      int64_t layer, const float *q, int64_t ldq, float *out, int64_t ldout, float *partials,
+                      float *scratch)
+    void pkv_attn_join(const pkv_kernels *kernels, const pkv_attn_shape *shape, const pkv_attn_item *item,
+                       float *out, int64_t ldout, float *partials)
+
+
+cdef extern from "pagedkv/step.h" nogil:
+    const int64_t PKV_STEP_ROWS
+    ctypedef struct pkv_weight:
+        const float *panels
+        int64_t n, k
+    ctypedef struct pkv_layer:
+        const float *attn_norm
+        const float *ffn_norm
+        const float *qkv_bias
+        pkv_weight qkv, o, gate_up, down
+    ctypedef struct pkv_model:
+        int64_t n_layers, hidden_dim, ffn_dim, vocab_size, rope_half
+        pkv_attn_shape attn
+        float norm_eps
+        const double *inv_freq
+        const pkv_layer *layers
+        const float *out_norm
+        pkv_weight embedding, head
+    ctypedef struct pkv_step:
+        const pkv_model *model
+        const pkv_kernels *kernels
+        int64_t n_rows, n_out
+        const int32_t *tokens
+        const int64_t *positions
+        pkv_seq **row_seqs
+        pkv_attn_plan plan
+        const int64_t *out_row
+        float *logits
+        float *partials
+    int64_t pkv_matmul_panel(const pkv_kernels *kernels, const float *x, int64_t ldx, int64_t n_rows,
+                             const pkv_weight *w, int64_t panel, float *y, int64_t ldy)
+    void pkv_step_embed(const pkv_step *s, int64_t i)
+    void pkv_step_norm(const pkv_step *s, const float *gamma, int64_t i)
+    void pkv_step_qkv(const pkv_step *s, const pkv_layer *layer, int64_t panel)
+    void pkv_step_rope_append(const pkv_step *s, int64_t layer, int64_t i)
+    void pkv_step_attend(const pkv_step *s, int64_t layer, int64_t item, int thread)
+    void pkv_step_join(const pkv_step *s, int64_t item)
+    void pkv_step_attn_out(const pkv_step *s, const pkv_layer *layer, int64_t panel)
+    void pkv_step_gate_up(const pkv_step *s, const pkv_layer *layer, int64_t panel, int thread)
+    void pkv_step_down(const pkv_step *s, const pkv_layer *layer, int64_t panel)
+    void pkv_step_out_norm(const pkv_step *s, int64_t i)
+    void pkv_step_head(const pkv_step *s, int64_t panel)
+    int64_t pkv_step_lay_out(pkv_step *s, const pkv_model *m, int64_t n_rows, int64_t n_threads, float *block)
+    void pkv_pack_panel_f32(const float *w, int64_t n, int64_t k, int64_t row_0, int64_t first, int64_t step,
+                            int64_t panel, float *panels)
+
+
+cdef class PoolCore:
+    cdef pkv_pool *ptr
+    cdef readonly object _lock       # serialises all calls on this pool
+    cdef list orphans                # sequences dropped while the lock was held: freed at the next call
+    cdef void reap(self)
+    cdef view(self, float *data)
+
+
+cdef class SequenceCore:
+    cdef pkv_seq *ptr                # NULL before _open and after free
+    cdef readonly PoolCore pool
+    cdef int check_open(self) except -1
+    cdef object write_error(self, pkv_status status, int64_t n)
+
+
+cdef class PackedWeight:
+    cdef float *panels
+    cdef readonly int64_t n, k
+    cdef size_t n_bytes
+    cdef pkv_weight view(self)
+
+
+cdef class Scratch:
+    cdef float *block
+    cdef size_t n_bytes
+
+
+cdef class ModelCore:
+    cdef pkv_model m
+    cdef pkv_layer *layers
+    cdef list keep                   # owners of every array that m points into
+    cdef list scratches              # idle scratch blocks, reused by the next step
+    cdef int check_batch(self, list seqs, list tokens) except -1
+    cdef Scratch take_scratch(self, int64_t n_floats)

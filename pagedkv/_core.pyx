@@ -1,0 +1,1027 @@
+# The one entry to compiled code: checks at the door, then nogil and prange over the kernels of
+# include/pagedkv. Sections: errors, threads and ISA, pool, sequence, operations, attention, model.
+from cython.parallel cimport parallel, prange, threadid
+from libc.stdlib cimport calloc, free, malloc
+from libc.math cimport sqrt
+from libc.string cimport memcpy
+cimport cython
+cimport numpy as cnp
+
+import threading
+from enum import IntEnum
+
+import numpy as np
+
+from pagedkv import errors
+
+cnp.import_array()
+
+cdef extern from *:
+    """
+    #ifdef _OPENMP
+    #include <omp.h>
+    #else
+    static int omp_get_max_threads(void) { return 1; }
+    #endif
+    """
+    int omp_get_max_threads() nogil
+
+
+# ---------------------------------------------------------------------------------------------------
+# Errors: a status becomes an exception here and nowhere else.
+
+class Status(IntEnum):
+    """Base of the status enums; values are those of include/pagedkv/status.h."""
+
+    def __str__(self):
+        return self.name
+
+
+PkvStatus = Status("PkvStatus", {
+    "PKV_OK": PKV_OK, "PKV_ERR_NULL": PKV_ERR_NULL, "PKV_ERR_BAD_DIM": PKV_ERR_BAD_DIM,
+    "PKV_ERR_EXHAUST": PKV_ERR_EXHAUST, "PKV_ERR_BOUNDS": PKV_ERR_BOUNDS})
+ApStatus = Status("ApStatus", {
+    "AP_OK": AP_OK, "AP_ERR_BAD_DIM": AP_ERR_BAD_DIM, "AP_ERR_BAD_GQA": AP_ERR_BAD_GQA,
+    "AP_ERR_SEQ": AP_ERR_SEQ})
+Blk4Status = Status("Blk4Status", {
+    "BLK4_OK": BLK4_OK, "BLK4_ERR_BAD_DIM": BLK4_ERR_BAD_DIM, "BLK4_ERR_NULL": BLK4_ERR_NULL,
+    "BLK4_ERR_CACHE": BLK4_ERR_CACHE})
+Stk4Status = Status("Stk4Status", {
+    "STK4_OK": STK4_OK, "STK4_ERR_BAD_DIM": STK4_ERR_BAD_DIM, "STK4_ERR_NULL": STK4_ERR_NULL,
+    "STK4_ERR_LAYER": STK4_ERR_LAYER})
+Flv4Status = Status("Flv4Status", {
+    "FLV4_OK": FLV4_OK, "FLV4_ERR_NULL": FLV4_ERR_NULL, "FLV4_ERR_BAD_DIM": FLV4_ERR_BAD_DIM,
+    "FLV4_ERR_TOKEN": FLV4_ERR_TOKEN, "FLV4_ERR_STACK": FLV4_ERR_STACK})
+KvaStatus = Status("KvaStatus", {
+    "KVA_OK": KVA_OK, "KVA_ERR_EMPTY_SHAPE": KVA_ERR_EMPTY_SHAPE, "KVA_ERR_RANGE": KVA_ERR_RANGE,
+    "KVA_ERR_ELEMENT_COUNT_OVERFLOW": KVA_ERR_ELEMENT_COUNT_OVERFLOW,
+    "KVA_ERR_UNSUPPORTED_DTYPE": KVA_ERR_UNSUPPORTED_DTYPE})
+
+cdef dict EXCEPTION_OF = {
+    PkvStatus.PKV_ERR_NULL.name: errors.NullError,
+    PkvStatus.PKV_ERR_BAD_DIM.name: errors.BadDimError,
+    PkvStatus.PKV_ERR_EXHAUST.name: errors.PoolExhausted,
+    PkvStatus.PKV_ERR_BOUNDS.name: errors.BoundsError,
+    ApStatus.AP_ERR_BAD_DIM.name: errors.BadDimError,
+    ApStatus.AP_ERR_BAD_GQA.name: errors.BadGQAError,
+    Stk4Status.STK4_ERR_BAD_DIM.name: errors.BadDimError,
+    Flv4Status.FLV4_ERR_NULL.name: errors.NullError,
+    Flv4Status.FLV4_ERR_BAD_DIM.name: errors.BadDimError,
+    Flv4Status.FLV4_ERR_TOKEN.name: errors.TokenError,
+    KvaStatus.KVA_ERR_EMPTY_SHAPE.name: errors.EmptyShape,
+    KvaStatus.KVA_ERR_RANGE.name: errors.Range,
+    KvaStatus.KVA_ERR_ELEMENT_COUNT_OVERFLOW.name: errors.ElementCountOverflow,
+    KvaStatus.KVA_ERR_UNSUPPORTED_DTYPE.name: errors.UnsupportedDtype,
+}
+
+
+cdef error(str message, tuple chain):
+    """The exception of the innermost status, carrying the whole chain."""
+    return EXCEPTION_OF[chain[len(chain) - 1].name](message, chain)
+
+
+# In front of a pool's status: the layers between the model and the pool.
+cdef tuple STACK_CHAIN = (Flv4Status.FLV4_ERR_STACK, Stk4Status.STK4_ERR_LAYER)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Threads and instruction set
+
+cdef const pkv_kernels *KERNELS = pkv_kernels_for(NULL)
+cdef int N_THREADS = 1
+cdef int OMP_DEFAULT = omp_get_max_threads()
+cdef bint TEAM_STARTED = False
+cdef bint FORKED = False
+
+
+def set_num_threads(int n):
+    """Use at most `n` threads in every later call (``n >= 1``)."""
+    global N_THREADS
+    if n < 1:
+        raise ValueError(f"num_threads must be at least 1, not {n}")
+    N_THREADS = n
+
+
+def get_num_threads():
+    """Threads that the next call uses at most."""
+    return n_threads_now()
+
+
+cdef int n_threads_now():
+    # A limit set on the OpenMP runtime since import (threadpoolctl does that) holds here too. After a fork
+    # the child has none of the parent's team, and the runtime would wait for it forever.
+    global TEAM_STARTED
+    cdef int n = N_THREADS, limit = omp_get_max_threads()
+    if FORKED:
+        return 1
+    if limit != OMP_DEFAULT and limit < n:
+        n = limit
+    if n > 1:
+        TEAM_STARTED = True
+    return n
+
+
+def _after_fork():
+    global FORKED
+    if TEAM_STARTED:
+        FORKED = True
+
+
+def isa():
+    """Name of the instruction set in use: ``"avx512"``, ``"avx2"``, ``"neon"`` or ``"scalar"``."""
+    return KERNELS.isa.decode()
+
+
+def available_isas():
+    """Names of the instruction sets that this machine runs, best first."""
+    return [pkv_kernel_tables[i].isa.decode() for i in range(pkv_n_kernel_tables()) if pkv_isa_runs(i)]
+
+
+def _set_isa(str name):
+    global KERNELS
+    cdef const pkv_kernels *found = pkv_kernels_for(name.encode())
+    if found is NULL:
+        raise ValueError(f"instruction set {name!r} does not run here; available: {', '.join(available_isas())}")
+    KERNELS = found
+
+
+# ---------------------------------------------------------------------------------------------------
+# Pool
+
+cdef class PoolCore:
+    """Blocks, their counts and the free stack. Subclassed by :class:`pagedkv.BlockPool`."""
+
+    def __init__(self, int64_t n_blocks, int64_t n_layers, int64_t kv_dim, int64_t block_size):
+        if self.ptr is not NULL:
+            raise RuntimeError("a pool is initialised once")
+        cdef pkv_status status = pkv_pool_new(n_blocks, n_layers, kv_dim, block_size, &self.ptr)
+        if status == PKV_ERR_NULL:
+            raise MemoryError(f"no memory for {n_blocks} blocks of {n_layers} x {block_size} x {kv_dim} floats, "
+                              "twice")
+        if status != PKV_OK:
+            raise error(f"n_blocks {n_blocks}, n_layers {n_layers}, kv_dim {kv_dim} must be positive and small "
+                        f"enough for one address space, and block_size {block_size} must divide {PKV_CHUNK}",
+                        (PkvStatus(status),))
+        self._lock = threading.Lock()
+        self.orphans = []
+
+    def __dealloc__(self):
+        pkv_pool_free(self.ptr)
+
+    cdef void reap(self):
+        while self.orphans:
+            pkv_seq_free(<pkv_seq *><size_t>self.orphans.pop())
+
+    @property
+    def n_blocks(self):
+        """Blocks in the pool."""
+        return self.ptr.n_blocks
+
+    @property
+    def n_layers(self):
+        """Layers that a block holds rows for."""
+        return self.ptr.n_layers
+
+    @property
+    def kv_dim(self):
+        """Floats of K (or V) in one row: ``n_kv_heads * head_dim``."""
+        return self.ptr.kv_dim
+
+    @property
+    def block_size(self):
+        """Tokens in a block."""
+        return self.ptr.block_size
+
+    @property
+    def n_free(self):
+        """Blocks that nobody owns."""
+        with self._lock:
+            self.reap()
+            return self.ptr.n_free
+
+    def ref_count(self, int64_t block_id):
+        """Owners of a block; 0 where it is free."""
+        if block_id < 0 or block_id >= self.ptr.n_blocks:
+            raise error(f"block {block_id} is outside [0, {self.ptr.n_blocks})", (PkvStatus.PKV_ERR_BOUNDS,))
+        with self._lock:
+            self.reap()
+            return self.ptr.ref_count[block_id]
+
+    cdef view(self, float *data):
+        cdef cnp.npy_intp shape[4]
+        shape[0], shape[1] = self.ptr.n_blocks, self.ptr.n_layers
+        shape[2], shape[3] = self.ptr.block_size, self.ptr.kv_dim
+        array = cnp.PyArray_SimpleNewFromData(4, shape, cnp.NPY_FLOAT32, data)
+        cnp.set_array_base(array, self)
+        array.flags.writeable = False
+        return array
+
+    @property
+    def k(self):
+        """Read-only view of all keys, ``[n_blocks, n_layers, block_size, kv_dim]`` float32, no copy."""
+        return self.view(self.ptr.k)
+
+    @property
+    def v(self):
+        """Read-only view of all values, shaped as :attr:`k`."""
+        return self.view(self.ptr.v)
+
+    def alloc_block(self):
+        """Take a free block and own it once; returns its id."""
+        cdef int32_t block_id
+        with self._lock:
+            self.reap()
+            status = pkv_alloc_block(self.ptr, &block_id)
+        if status != PKV_OK:
+            raise error(f"needs 1 block, 0 of {self.ptr.n_blocks} are free", (PkvStatus(status),))
+        return block_id
+
+    def ref_block(self, int64_t block_id):
+        """Add an owner to a block in use."""
+        with self._lock:
+            status = pkv_ref_block(self.ptr, block_id)
+        if status != PKV_OK:
+            raise error(f"block {block_id} of {self.ptr.n_blocks} is not in use", (PkvStatus(status),))
+
+    def unref_block(self, int64_t block_id):
+        """Take an owner from a block in use; without owners it is free again."""
+        with self._lock:
+            status = pkv_unref_block(self.ptr, block_id)
+        if status != PKV_OK:
+            raise error(f"block {block_id} of {self.ptr.n_blocks} is not in use", (PkvStatus(status),))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Sequence
+
+cdef const float *rows_f32(cnp.ndarray a, str name, int64_t n, int64_t width, tuple chain) except? NULL:
+    """Pointer to a C-contiguous float32 [n, width] array, or the error that names what differs.
+
+    ``n < 0`` leaves the number of rows open."""
+    if a.dtype != np.float32:
+        raise TypeError(f"{name} must be float32, not {a.dtype}")
+    if a.ndim != 2 or a.shape[1] != width or (n >= 0 and a.shape[0] != n):
+        want = f"[{n if n >= 0 else 'n'}, {width}]"
+        raise error(f"{name} has shape {list((<object>a).shape)}, needs {want}", chain)
+    return <const float *>cnp.PyArray_DATA(a)
+
+
+@cython.no_gc_clear
+cdef class SequenceCore:
+    """A block table over a pool. Subclassed by :class:`pagedkv.Sequence`."""
+
+    def __dealloc__(self):
+        if self.ptr is NULL:
+            return
+        # Never wait here: the garbage collector may run inside a call that holds the lock.
+        if self.pool._lock.acquire(False):
+            pkv_seq_free(self.ptr)
+            self.pool._lock.release()
+        else:
+            self.pool.orphans.append(<size_t>self.ptr)
+
+    def _open(self, PoolCore pool not None, int64_t max_tokens):
+        if self.pool is not None:
+            raise RuntimeError("a sequence is opened once")
+        status = pkv_seq_new(pool.ptr, max_tokens, &self.ptr)
+        if status == PKV_ERR_NULL:
+            raise MemoryError(f"no memory for the table of {max_tokens} tokens")
+        if status != PKV_OK:
+            raise error(f"max_tokens must not be negative, not {max_tokens}", (PkvStatus(status),))
+        self.pool = pool
+
+    def _fork_to(self, SequenceCore child not None):
+        if child.pool is not None:
+            raise RuntimeError("a sequence is opened once")
+        self.check_open()
+        with self.pool._lock:
+            status = pkv_seq_fork(self.ptr, &child.ptr)
+        if status == PKV_ERR_NULL:
+            raise MemoryError("no memory for the table of a fork")
+        if status != PKV_OK:
+            raise error("a block has 2**31 - 1 owners already", (PkvStatus(status),))
+        child.pool = self.pool
+
+    cdef int check_open(self) except -1:
+        if self.ptr is NULL:
+            raise error("the sequence was freed", (PkvStatus.PKV_ERR_NULL,))
+        return 0
+
+    def free(self):
+        """Give all blocks back. A second call does nothing."""
+        if self.pool is None:
+            return
+        with self.pool._lock:
+            if self.ptr is not NULL:
+                pkv_seq_free(self.ptr)
+                self.ptr = NULL
+
+    def __len__(self):
+        return 0 if self.ptr is NULL else self.ptr.seq_len
+
+    @property
+    def block_table(self):
+        """Ids of the owned blocks in order, reserved ones too; an int32 copy."""
+        cdef cnp.ndarray table = np.empty(0 if self.ptr is NULL else self.ptr.n_blocks, np.int32)
+        if self.ptr is not NULL:
+            memcpy(cnp.PyArray_DATA(table), self.ptr.block_table, self.ptr.n_blocks * sizeof(int32_t))
+        return table
+
+    def ensure_append(self, int64_t n):
+        """Make the next `n` rows writable: own copies of shared blocks, new blocks for the rest."""
+        cdef int64_t needed = 0
+        self.check_open()
+        with self.pool._lock:
+            self.pool.reap()
+            status = pkv_ensure_append(self.ptr, n, &needed)
+            n_free = self.pool.ptr.n_free
+        if status == PKV_OK:
+            return
+        if status == PKV_ERR_EXHAUST:
+            message = f"needs {needed} blocks, {n_free} of {self.pool.ptr.n_blocks} are free"
+        elif status == PKV_ERR_BOUNDS:
+            message = (f"{self.ptr.seq_len} + {n} tokens do not fit a table of {self.ptr.max_blocks} blocks "
+                       f"of {self.pool.ptr.block_size}")
+        else:
+            message = f"n must be positive, not {n}"
+        raise error(message, (PkvStatus(status),))
+
+    cdef object write_error(self, pkv_status status, int64_t n):
+        if status == PKV_ERR_BAD_DIM:
+            return error(f"the number of rows must be positive, not {n}", (PkvStatus(status),))
+        return error(f"rows [{self.ptr.seq_len}, {self.ptr.seq_len + n}) are not all reserved in blocks of this "
+                     f"sequence alone ({self.ptr.n_blocks} blocks of {self.pool.ptr.block_size}): "
+                     "call ensure_append first", (PkvStatus(status),))
+
+    def append_layer(self, int64_t layer, k, v):
+        """Write rows ``[len, len + n)`` of one layer. `k`, `v`: float32 ``[n, kv_dim]``. Does not advance."""
+        self.check_open()
+        cdef cnp.ndarray k_rows = np.ascontiguousarray(k), v_rows = np.ascontiguousarray(v)
+        cdef tuple chain = (PkvStatus.PKV_ERR_BAD_DIM,)
+        cdef const float *k_ptr = rows_f32(k_rows, "k", -1, self.pool.ptr.kv_dim, chain)
+        cdef int64_t n = k_rows.shape[0]
+        cdef const float *v_ptr = rows_f32(v_rows, "v", n, self.pool.ptr.kv_dim, chain)
+        if layer < 0 or layer >= self.pool.ptr.n_layers:
+            raise error(f"layer {layer} is outside [0, {self.pool.ptr.n_layers})", (PkvStatus.PKV_ERR_BOUNDS,))
+        with self.pool._lock:
+            status = pkv_append_layer(self.ptr, layer, k_ptr, v_ptr, n)
+        if status != PKV_OK:
+            raise self.write_error(status, n)
+
+    def advance(self, int64_t n):
+        """Count `n` appended rows as part of the sequence."""
+        self.check_open()
+        with self.pool._lock:
+            status = pkv_advance(self.ptr, n)
+        if status != PKV_OK:
+            raise self.write_error(status, n)
+
+    def truncate(self, int64_t n):
+        """Keep the first `n` rows; give back the blocks that held only later ones."""
+        self.check_open()
+        with self.pool._lock:
+            status = pkv_seq_truncate(self.ptr, n)
+        if status != PKV_OK:
+            raise error(f"length {n} is outside [0, {self.ptr.seq_len}]", (PkvStatus(status),))
+
+    def gather_head(self, int64_t layer, int64_t kv_head, int64_t head_dim, total_k=None):
+        """Copies of one KV head's rows: ``(K, V)``, each float32 ``[total_k, head_dim]``."""
+        self.check_open()
+        cdef int64_t n = self.ptr.seq_len if total_k is None else total_k
+        cdef int64_t n_rows = self.ptr.n_blocks * self.pool.ptr.block_size
+        if head_dim <= 0 or n < 0:
+            raise error(f"head_dim {head_dim} must be positive and total_k {n} not negative",
+                        (PkvStatus.PKV_ERR_BAD_DIM,))
+        if n > n_rows or head_dim > self.pool.ptr.kv_dim:
+            raise error(f"total_k {n} is over the {n_rows} reserved rows, or head_dim {head_dim} over kv_dim "
+                        f"{self.pool.ptr.kv_dim}", (PkvStatus.PKV_ERR_BOUNDS,))
+        cdef cnp.ndarray k = np.empty((n, head_dim), np.float32), v = np.empty((n, head_dim), np.float32)
+        cdef float *k_ptr = <float *>cnp.PyArray_DATA(k)
+        cdef float *v_ptr = <float *>cnp.PyArray_DATA(v)
+        cdef pkv_status status
+        with self.pool._lock:
+            with nogil:
+                status = pkv_gather_head(self.ptr, layer, kv_head, head_dim, n, k_ptr, v_ptr)
+        if status != PKV_OK:
+            raise error(f"layer {layer} or head {kv_head} of {head_dim} is outside {self.pool.ptr.n_layers} layers "
+                        f"of {self.pool.ptr.kv_dim}", (PkvStatus(status),))
+        return k, v
+
+
+# ---------------------------------------------------------------------------------------------------
+# Operations on arrays. pagedkv/ops.py hands over C-contiguous float32.
+
+cdef class PackedWeight:
+    """A matrix ``[n, k]`` in the kernels' panels, made by :func:`pagedkv.pack`."""
+
+    def __init__(self, int64_t n, int64_t k):
+        cdef int64_t size = sizeof(float)
+        if self.panels is not NULL:
+            raise RuntimeError("a packed weight is initialised once")
+        if n <= 0 or k <= 0:
+            raise error(f"a weight needs positive dimensions, not [{n}, {k}]", (PkvStatus.PKV_ERR_BAD_DIM,))
+        if not (pkv_mul_size(size, PKV_PANEL * k, &size) and pkv_mul_size(size, pkv_panels_for(n), &size)):
+            raise MemoryError(f"a weight of [{n}, {k}] does not fit one address space")
+        self.panels = <float *>pkv_mem_alloc(size)
+        if self.panels is NULL:
+            raise MemoryError(f"no memory for a weight of [{n}, {k}]")
+        self.n, self.k, self.n_bytes = n, k, size
+
+    def __dealloc__(self):
+        pkv_mem_free(self.panels, self.n_bytes)
+
+    @property
+    def shape(self):
+        """``(n, k)``."""
+        return self.n, self.k
+
+    @property
+    def nbytes(self):
+        """Bytes in memory."""
+        return self.n_bytes
+
+    cdef pkv_weight view(self):
+        cdef pkv_weight w
+        w.panels, w.n, w.k = self.panels, self.n, self.k
+        return w
+
+    def _fill(self, const float[:, ::1] w, int64_t row=0, int64_t first=0, int64_t step=1):
+        """Rows of `w` become rows `row` and on, counted over every `step`-th panel from the `first`."""
+        cdef int64_t n = w.shape[0], k = w.shape[1], begin = row // PKV_PANEL
+        cdef int64_t end = pkv_panels_for(row + n), panel
+        cdef int n_threads = n_threads_now()
+        if k != self.k or n <= 0 or row < 0 or first + step * (end - 1) >= pkv_panels_for(self.n):
+            raise error(f"rows [{row}, {row + n}) of width {k} do not fit a packed [{self.n}, {self.k}]",
+                        (PkvStatus.PKV_ERR_BAD_DIM,))
+        for panel in prange(begin, end, nogil=True, num_threads=n_threads, schedule="static"):
+            pkv_pack_panel_f32(&w[0, 0], n, k, row, first, step, panel, self.panels)
+
+
+def matmul(const float[:, ::1] x, PackedWeight w not None, float[:, ::1] out):
+    """out [m, n] = x [m, k] times the transpose of w."""
+    cdef pkv_weight weight = w.view()
+    cdef int64_t m = x.shape[0], n_panels = pkv_panels_for(w.n), panel
+    cdef int n_threads = n_threads_now()
+    cdef uint64_t saved
+    if x.shape[1] != w.k or out.shape[0] != m or out.shape[1] != w.n:
+        raise error(f"x [{m}, {x.shape[1]}] does not go with w [{w.n}, {w.k}]", (PkvStatus.PKV_ERR_BAD_DIM,))
+    if m == 0:
+        return
+    with nogil, parallel(num_threads=n_threads):
+        saved = pkv_fpenv_enter()
+        for panel in prange(n_panels, schedule="dynamic"):
+            pkv_matmul_panel(KERNELS, &x[0, 0], weight.k, m, &weight, panel, &out[0, 0], weight.n)
+        pkv_fpenv_leave(saved)
+
+
+ctypedef enum row_op:
+    ROW_EXP, ROW_SOFTMAX, ROW_RMSNORM, ROW_SWIGLU
+
+
+cdef void run_row(row_op op, const float *x, const float *other, float eps, float *y, int64_t n) noexcept nogil:
+    if op == ROW_EXP:
+        KERNELS.exp_row(x, y, n)
+    elif op == ROW_SOFTMAX:
+        KERNELS.softmax(x, y, n)
+    elif op == ROW_RMSNORM:
+        KERNELS.rmsnorm(x, other, eps, y, n)
+    else:
+        KERNELS.swiglu(x, other, y, n)
+
+
+cdef void run_rows(row_op op, const float *x, const float *other, int64_t other_stride, float eps, float *y,
+                   int64_t m, int64_t n, int n_threads) noexcept nogil:
+    cdef int64_t i
+    cdef uint64_t saved
+    with parallel(num_threads=n_threads):
+        saved = pkv_fpenv_enter()
+        for i in prange(m, schedule="static"):
+            run_row(op, x + i * n, other + i * other_stride, eps, y + i * n, n)
+        pkv_fpenv_leave(saved)
+
+
+cdef array_op(row_op op, const float[:, ::1] x, const float[:, ::1] other, int64_t other_stride, float eps,
+              float[:, ::1] out):
+    cdef int64_t m = x.shape[0], n = x.shape[1]
+    cdef int n_threads = n_threads_now() if m > 1 else 1
+    if m and n:
+        with nogil:
+            run_rows(op, &x[0, 0], &other[0, 0], other_stride, eps, &out[0, 0], m, n, n_threads)
+
+
+def exp(const float[:, ::1] x, float[:, ::1] out):
+    array_op(ROW_EXP, x, x, 0, 0.0, out)
+
+
+def softmax(const float[:, ::1] x, float[:, ::1] out):
+    array_op(ROW_SOFTMAX, x, x, 0, 0.0, out)
+
+
+def rmsnorm(const float[:, ::1] x, const float[:, ::1] gamma, float eps, float[:, ::1] out):
+    array_op(ROW_RMSNORM, x, gamma, 0, eps, out)
+
+
+def swiglu(const float[:, ::1] gate, const float[:, ::1] up, float[:, ::1] out):
+    array_op(ROW_SWIGLU, gate, up, gate.shape[1], 0.0, out)
+
+
+def dot(const float[::1] a, const float[::1] b):
+    if a.shape[0] != b.shape[0]:
+        raise error(f"{a.shape[0]} and {b.shape[0]} elements", (PkvStatus.PKV_ERR_BAD_DIM,))
+    if a.shape[0] == 0:
+        return 0.0
+    cdef uint64_t saved = pkv_fpenv_enter()
+    cdef float y = KERNELS.dot(&a[0], &b[0], a.shape[0])
+    pkv_fpenv_leave(saved)
+    return y
+
+
+def rope(float[:, :, ::1] x, const int64_t[::1] positions, const double[::1] inv_freq):
+    """Rotate x [n, n_heads, head_dim] in place; head h of row i by positions[i]."""
+    cdef int64_t half = inv_freq.shape[0], i, h
+    cdef float[::1] cos = np.empty(half, np.float32), sin = np.empty(half, np.float32)
+    cdef uint64_t saved = pkv_fpenv_enter()
+    for i in range(x.shape[0]):
+        pkv_rope_table(positions[i], &inv_freq[0], half, &cos[0], &sin[0])
+        for h in range(x.shape[1]):
+            KERNELS.rope(&x[i, h, 0], &cos[0], &sin[0], half)
+    pkv_fpenv_leave(saved)
+
+
+def kv_cache_append(const unsigned char[:, :, ::1] prior, const unsigned char[:, :, ::1] chunk,
+                    unsigned char[:, :, ::1] out, int64_t token_nbytes, int64_t offset):
+    """Copy of prior with chunk at token `offset`; all as bytes, [rows, tokens, token_nbytes]."""
+    cdef int64_t n_rows = prior.shape[0], n_bytes = prior.shape[1] * token_nbytes
+    cdef int64_t chunk_nbytes = chunk.shape[1] * token_nbytes, begin = offset * token_nbytes, i
+    cdef int64_t end = begin + chunk_nbytes
+    cdef int n_threads = n_threads_now()
+    cdef const unsigned char *from_prior
+    for i in prange(n_rows, nogil=True, num_threads=n_threads, schedule="static"):
+        from_prior = &prior[0, 0, 0] + i * n_bytes
+        memcpy(&out[0, 0, 0] + i * n_bytes, from_prior, begin)
+        memcpy(&out[0, 0, 0] + i * n_bytes + begin, &chunk[0, 0, 0] + i * chunk_nbytes, chunk_nbytes)
+        memcpy(&out[0, 0, 0] + i * n_bytes + end, from_prior + end, n_bytes - end)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Attention
+
+cdef void *new_array(int64_t n, size_t width) except NULL:
+    """Zeroed memory for n elements; freed with free()."""
+    cdef void *p = calloc(n if n > 0 else 1, width)
+    if p is NULL:
+        raise MemoryError(f"no memory for {n} elements of {width} bytes")
+    return p
+
+
+cdef tuple attention_shape(pkv_attn_shape *shape, int64_t n_tokens, int64_t n_heads, int64_t n_kv_heads,
+                           int64_t head_dim, scale):
+    """Fill shape; the seed's checks in its order, None or (message, status)."""
+    if n_tokens <= 0 or n_heads <= 0 or n_kv_heads <= 0 or head_dim <= 0:
+        return (f"n_tokens {n_tokens}, n_heads {n_heads}, n_kv_heads {n_kv_heads} and head_dim {head_dim} "
+                "must be positive", ApStatus.AP_ERR_BAD_DIM)
+    if n_heads % n_kv_heads:
+        return (f"n_heads {n_heads} is not a multiple of n_kv_heads {n_kv_heads}", ApStatus.AP_ERR_BAD_GQA)
+    shape.n_heads, shape.n_kv_heads, shape.head_dim = n_heads, n_kv_heads, head_dim
+    shape.scale = 1.0 / sqrt(<double>head_dim) if scale is None else scale
+    return None
+
+
+cdef attend(pkv_attn_shape *shape, pkv_attn_segment *segment, int64_t layer, const float *q, float *out):
+    """One segment's attention over rows that are in place."""
+    cdef int n_threads = n_threads_now()
+    cdef pkv_attn_plan plan
+    cdef int64_t i, ld = shape.n_heads * shape.head_dim, scratch_len = pkv_attn_scratch_len(shape)
+    cdef float *scratch = NULL
+    cdef float *partials = NULL
+    cdef uint64_t saved
+    plan.run = plan.join = NULL
+    pkv_attn_make_plan(&plan, shape, segment, 1, n_threads)
+    try:
+        plan.join = <pkv_attn_item *>new_array(plan.n_join, sizeof(pkv_attn_item))
+        plan.run = <pkv_attn_item *>new_array(plan.n_run, sizeof(pkv_attn_item))
+        partials = <float *>new_array(plan.partials_len, sizeof(float))
+        scratch = <float *>new_array(scratch_len * n_threads, sizeof(float))
+        pkv_attn_make_plan(&plan, shape, segment, 1, n_threads)
+        with nogil, parallel(num_threads=n_threads):
+            saved = pkv_fpenv_enter()
+            for i in prange(plan.n_run, schedule="dynamic"):
+                pkv_attn_run(KERNELS, shape, &plan.run[i], layer, q, ld, out, ld, partials,
+                             scratch + threadid() * scratch_len)
+            for i in prange(plan.n_join, schedule="static"):
+                pkv_attn_join(KERNELS, shape, &plan.join[i], out, ld, partials)
+            pkv_fpenv_leave(saved)
+    finally:
+        free(plan.join)
+        free(plan.run)
+        free(partials)
+        free(scratch)
+
+
+cdef pkv_attn_segment paged_segment(const pkv_seq *seq, int64_t row, int64_t n_rows, int64_t visible,
+                                    bint causal) noexcept nogil:
+    """Rows of a paged sequence; the first of them sees `visible` positions."""
+    cdef pkv_attn_segment segment
+    cdef const pkv_pool *pool = seq.pool
+    segment.kv.k, segment.kv.v, segment.kv.block_table = pool.k, pool.v, seq.block_table
+    segment.kv.block_stride = pool.n_layers * pool.block_size * pool.kv_dim
+    segment.kv.layer_stride = pool.block_size * pool.kv_dim
+    segment.kv.row_stride, segment.kv.block_size = pool.kv_dim, pool.block_size
+    segment.row, segment.n_rows, segment.visible, segment.visible_step = row, n_rows, visible, causal
+    return segment
+
+
+def attn_with_paged(q, k_new, v_new, SequenceCore seq, int64_t layer, int64_t n_heads, int64_t n_kv_heads,
+                    int64_t head_dim, bint causal, scale):
+    """Append k_new and v_new to one layer, then attend; the caller has reserved the rows."""
+    cdef cnp.ndarray q_rows = np.ascontiguousarray(q), k_rows = np.ascontiguousarray(k_new)
+    cdef cnp.ndarray v_rows = np.ascontiguousarray(v_new)
+    cdef int64_t n = q_rows.shape[0] if q_rows.ndim else 0
+    cdef pkv_attn_shape shape
+    bad = attention_shape(&shape, n, n_heads, n_kv_heads, head_dim, scale)
+    if bad is not None:
+        raise error(bad[0], (bad[1],))
+    if seq is None or seq.ptr is NULL:
+        raise error("the sequence is missing or was freed", (ApStatus.AP_ERR_SEQ, PkvStatus.PKV_ERR_NULL))
+    cdef int64_t kv_dim = n_kv_heads * head_dim
+    cdef tuple chain = (ApStatus.AP_ERR_BAD_DIM,)
+    if kv_dim != seq.pool.ptr.kv_dim:
+        raise error(f"n_kv_heads {n_kv_heads} * head_dim {head_dim} is not the pool's kv_dim "
+                    f"{seq.pool.ptr.kv_dim}", chain)
+    cdef const float *q_ptr = rows_f32(q_rows, "q", n, n_heads * head_dim, chain)
+    cdef const float *k_ptr = rows_f32(k_rows, "k_new", n, kv_dim, chain)
+    cdef const float *v_ptr = rows_f32(v_rows, "v_new", n, kv_dim, chain)
+    if layer < 0 or layer >= seq.pool.ptr.n_layers:
+        raise error(f"layer {layer} is outside [0, {seq.pool.ptr.n_layers})",
+                    (ApStatus.AP_ERR_SEQ, PkvStatus.PKV_ERR_BOUNDS))
+    cdef cnp.ndarray out = np.empty((n, n_heads * head_dim), np.float32)
+    cdef pkv_attn_segment segment
+    with seq.pool._lock:
+        status = pkv_append_layer(seq.ptr, layer, k_ptr, v_ptr, n)
+        if status != PKV_OK:
+            cause = seq.write_error(status, n)
+            raise error(cause.message, (ApStatus.AP_ERR_SEQ,) + cause.chain)
+        segment = paged_segment(seq.ptr, 0, n, seq.ptr.seq_len + (1 if causal else n), causal)
+        attend(&shape, &segment, layer, q_ptr, <float *>cnp.PyArray_DATA(out))
+    return out
+
+
+def attention(q, k, v, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, bint causal, scale):
+    """The contiguous twin of attn_with_paged: k, v are [total_k, kv_dim]."""
+    cdef cnp.ndarray q_rows = np.ascontiguousarray(q), k_rows = np.ascontiguousarray(k)
+    cdef cnp.ndarray v_rows = np.ascontiguousarray(v)
+    cdef int64_t n = q_rows.shape[0] if q_rows.ndim else 0, total_k = k_rows.shape[0] if k_rows.ndim else 0
+    cdef pkv_attn_shape shape
+    bad = attention_shape(&shape, n, n_heads, n_kv_heads, head_dim, scale)
+    if bad is not None:
+        raise error(bad[0], (bad[1],))
+    cdef int64_t kv_dim = n_kv_heads * head_dim
+    cdef tuple chain = (ApStatus.AP_ERR_BAD_DIM,)
+    cdef const float *q_ptr = rows_f32(q_rows, "q", n, n_heads * head_dim, chain)
+    if total_k <= 0 or (causal and total_k < n):
+        raise error(f"{n} query rows need at least {n if causal else 1} keys, not {total_k}", chain)
+    cdef pkv_attn_segment segment
+    segment.kv.k = rows_f32(k_rows, "k", total_k, kv_dim, chain)
+    segment.kv.v = rows_f32(v_rows, "v", total_k, kv_dim, chain)
+    segment.kv.block_table = NULL
+    segment.kv.block_size, segment.kv.row_stride = PKV_CHUNK, kv_dim
+    segment.kv.block_stride, segment.kv.layer_stride = PKV_CHUNK * kv_dim, 0
+    segment.row, segment.n_rows, segment.visible_step = 0, n, causal
+    segment.visible = total_k - n + 1 if causal else total_k
+    cdef cnp.ndarray out = np.empty((n, n_heads * head_dim), np.float32)
+    attend(&shape, &segment, 0, q_ptr, <float *>cnp.PyArray_DATA(out))
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------
+# Model: the weights, and one step of any rows of any sequences
+
+cdef class Scratch:
+    """A block of floats that a step lays its buffers out in."""
+
+    def __cinit__(self, int64_t n_floats):
+        self.n_bytes = n_floats * sizeof(float)
+        self.block = <float *>pkv_mem_alloc(self.n_bytes)
+        if self.block is NULL:
+            raise MemoryError(f"no memory for {self.n_bytes} bytes of a step's scratch")
+
+    def __dealloc__(self):
+        pkv_mem_free(self.block, self.n_bytes)
+
+
+cdef class Batch:
+    """The rows of one step, flattened, and the plan of its passes. Built before anything is written."""
+    cdef int64_t n_seqs, n_rows, n_out, n_passes
+    cdef pkv_seq **seqs                # [n_seqs]
+    cdef int64_t *n_new                # [n_seqs] rows of each
+    cdef int32_t *tokens               # [n_rows]
+    cdef int64_t *positions            # [n_rows]
+    cdef pkv_seq **row_seqs            # [n_rows]
+    cdef int64_t *out_row              # [n_out] row inside its pass
+    cdef pkv_attn_segment *segments    # at most n_seqs + n_passes, pass by pass
+    cdef pkv_step *steps               # [n_passes]
+    cdef int64_t partials_len          # the most of any pass
+
+    def __dealloc__(self):
+        if self.steps is not NULL:
+            for i in range(self.n_passes):
+                free(self.steps[i].plan.run)
+                free(self.steps[i].plan.join)
+        free(self.seqs)
+        free(self.n_new)
+        free(self.tokens)
+        free(self.positions)
+        free(self.row_seqs)
+        free(self.out_row)
+        free(self.segments)
+        free(self.steps)
+
+    cdef int fill(self, list seqs, list tokens) except -1:
+        """Take over checked sequences and token arrays (int64)."""
+        cdef int64_t i, j, row = 0
+        cdef const int64_t[::1] ids
+        self.n_seqs = len(seqs)
+        self.n_rows = sum([len(t) for t in tokens])
+        self.seqs = <pkv_seq **>new_array(self.n_seqs, sizeof(pkv_seq *))
+        self.n_new = <int64_t *>new_array(self.n_seqs, sizeof(int64_t))
+        self.tokens = <int32_t *>new_array(self.n_rows, sizeof(int32_t))
+        self.positions = <int64_t *>new_array(self.n_rows, sizeof(int64_t))
+        self.row_seqs = <pkv_seq **>new_array(self.n_rows, sizeof(pkv_seq *))
+        for i in range(self.n_seqs):
+            ids = tokens[i]
+            self.seqs[i] = (<SequenceCore>seqs[i]).ptr
+            self.n_new[i] = ids.shape[0]
+            for j in range(ids.shape[0]):
+                self.tokens[row] = <int32_t>ids[j]
+                self.positions[row] = self.seqs[i].seq_len + j
+                self.row_seqs[row] = self.seqs[i]
+                row += 1
+        return 0
+
+    cdef int plan(self, const pkv_model *m, str logits_of, int n_threads) except -1:
+        """Cut the rows into passes, and each pass's attention into items."""
+        cdef int64_t i, begin, end, first, n, seq = 0, done = 0, n_segments = 0, first_segment
+        cdef pkv_step *s
+        cdef bint all_rows = logits_of == "all", last_rows = logits_of == "last"
+        self.n_passes = (self.n_rows + PKV_STEP_ROWS - 1) // PKV_STEP_ROWS
+        self.steps = <pkv_step *>new_array(self.n_passes, sizeof(pkv_step))
+        self.segments = <pkv_attn_segment *>new_array(self.n_seqs + self.n_passes, sizeof(pkv_attn_segment))
+        self.out_row = <int64_t *>new_array(self.n_rows if all_rows else self.n_seqs, sizeof(int64_t))
+        for i in range(self.n_passes):
+            s = &self.steps[i]
+            begin = i * PKV_STEP_ROWS
+            end = min(begin + PKV_STEP_ROWS, self.n_rows)
+            s.model, s.kernels, s.n_rows = m, KERNELS, end - begin
+            s.tokens, s.positions = self.tokens + begin, self.positions + begin
+            s.row_seqs, s.out_row = self.row_seqs + begin, self.out_row + self.n_out
+            first = begin
+            first_segment = n_segments
+            while first < end:               # `done` rows of sequence `seq` went before this one
+                n = min(self.n_new[seq] - done, end - first)
+                self.segments[n_segments] = paged_segment(self.seqs[seq], first - begin, n,
+                                                          self.positions[first] + 1, True)
+                n_segments += 1
+                first += n
+                done += n
+                if done == self.n_new[seq]:
+                    seq += 1
+                    done = 0
+                    if last_rows:
+                        self.out_row[self.n_out] = first - begin - 1
+                        self.n_out += 1
+                        s.n_out += 1
+            if all_rows:
+                for n in range(s.n_rows):
+                    self.out_row[self.n_out + n] = n
+                self.n_out += s.n_rows
+                s.n_out = s.n_rows
+            pkv_attn_make_plan(&s.plan, &m.attn, self.segments + first_segment, n_segments - first_segment,
+                               n_threads)
+            s.plan.join = <pkv_attn_item *>new_array(s.plan.n_join, sizeof(pkv_attn_item))
+            s.plan.run = <pkv_attn_item *>new_array(s.plan.n_run, sizeof(pkv_attn_item))
+            pkv_attn_make_plan(&s.plan, &m.attn, self.segments + first_segment, n_segments - first_segment,
+                               n_threads)
+            self.partials_len = max(self.partials_len, s.plan.partials_len)
+        return 0
+
+    cdef append_error(self, pkv_status status, int64_t failed, int64_t needed):
+        cdef pkv_seq *seq = self.seqs[failed]
+        if status == PKV_ERR_EXHAUST:
+            message = f"needs {needed} blocks, {seq.pool.n_free} of {seq.pool.n_blocks} are free"
+        else:
+            message = (f"sequence {failed} of the batch: {seq.seq_len} + {self.n_new[failed]} tokens do not fit a "
+                       f"table of {seq.max_blocks} blocks of {seq.pool.block_size}")
+        return error(message, STACK_CHAIN + (PkvStatus(status),))
+
+
+cdef void run_pass(const pkv_step *s, int n_threads) noexcept nogil:
+    """All layers over the rows of one pass, in one team of threads; each prange ends in a barrier."""
+    cdef const pkv_model *m = s.model
+    cdef const pkv_layer *layer
+    cdef int64_t i, n
+    cdef uint64_t saved
+    with parallel(num_threads=n_threads):
+        saved = pkv_fpenv_enter()
+        for i in prange(s.n_rows, schedule="static"):
+            pkv_step_embed(s, i)
+        for n in range(m.n_layers):
+            layer = &m.layers[n]
+            for i in prange(s.n_rows, schedule="static"):
+                pkv_step_norm(s, layer.attn_norm, i)
+            for i in prange(pkv_panels_for(layer.qkv.n), schedule="dynamic"):
+                pkv_step_qkv(s, layer, i)
+            for i in prange(s.n_rows, schedule="static"):
+                pkv_step_rope_append(s, n, i)
+            for i in prange(s.plan.n_run, schedule="dynamic"):
+                pkv_step_attend(s, n, i, threadid())
+            if s.plan.n_join > 0:
+                for i in prange(s.plan.n_join, schedule="static"):
+                    pkv_step_join(s, i)
+            for i in prange(pkv_panels_for(layer.o.n), schedule="dynamic"):
+                pkv_step_attn_out(s, layer, i)
+            for i in prange(s.n_rows, schedule="static"):
+                pkv_step_norm(s, layer.ffn_norm, i)
+            for i in prange(pkv_panels_for(m.ffn_dim), schedule="dynamic"):
+                pkv_step_gate_up(s, layer, i, threadid())
+            for i in prange(pkv_panels_for(layer.down.n), schedule="dynamic"):
+                pkv_step_down(s, layer, i)
+        for i in prange(s.n_out, schedule="static"):
+            pkv_step_out_norm(s, i)
+        if s.n_out > 0:
+            for i in prange(pkv_panels_for(m.vocab_size), schedule="dynamic"):
+                pkv_step_head(s, i)
+        pkv_fpenv_leave(saved)
+
+
+cdef class ModelCore:
+    """Dimensions, and pointers into the weights that it keeps alive. Filled by :mod:`pagedkv.model`."""
+
+    def __init__(self, config, const double[::1] inv_freq, list layers, const float[::1] out_norm,
+                 PackedWeight embedding not None, PackedWeight head not None):
+        """`layers`: dicts of attn_norm, ffn_norm, qkv_bias (float32 arrays or None) and qkv, o, gate_up,
+        down (PackedWeight)."""
+        if self.layers is not NULL:
+            raise RuntimeError("a model is initialised once")
+        cdef pkv_model *m = &self.m
+        cdef pkv_layer *layer
+        cdef const float[::1] array
+        m.n_layers, m.hidden_dim, m.ffn_dim = config.n_layers, config.hidden_dim, config.ffn_dim
+        m.vocab_size, m.norm_eps, m.rope_half = config.vocab_size, config.norm_eps, inv_freq.shape[0]
+        bad = attention_shape(&m.attn, 1, config.n_heads, config.n_kv_heads, config.head_dim, None)
+        if bad is not None:
+            raise error(bad[0], (bad[1],))
+        if 2 * m.rope_half > m.attn.head_dim or m.rope_half == 0:
+            raise error(f"{m.rope_half} rotating pairs do not fit head_dim {m.attn.head_dim}",
+                        (Flv4Status.FLV4_ERR_BAD_DIM,))
+        q_dim, kv_dim = config.n_heads * config.head_dim, config.kv_dim
+        if len(layers) != m.n_layers or m.n_layers <= 0:
+            raise error(f"{len(layers)} layers, the configuration says {m.n_layers}", (Flv4Status.FLV4_ERR_BAD_DIM,))
+        self.keep = [inv_freq, out_norm, embedding, head, layers]
+        self.scratches = []
+        self.layers = <pkv_layer *>new_array(m.n_layers, sizeof(pkv_layer))
+        m.layers, m.inv_freq = self.layers, &inv_freq[0]
+        need(out_norm.shape[0] == m.hidden_dim, "output norm")
+        need(embedding.shape == (m.vocab_size, m.hidden_dim), "embedding")
+        need(head.shape == (m.vocab_size, m.hidden_dim), "head")
+        m.out_norm, m.embedding, m.head = &out_norm[0], embedding.view(), head.view()
+        gate_up_rows = 2 * pkv_panels_for(m.ffn_dim) * PKV_PANEL
+        for i, given in enumerate(layers):
+            layer = &self.layers[i]
+            array = given["attn_norm"]
+            need(array.shape[0] == m.hidden_dim, f"attention norm of layer {i}")
+            layer.attn_norm = &array[0]
+            array = given["ffn_norm"]
+            need(array.shape[0] == m.hidden_dim, f"feed-forward norm of layer {i}")
+            layer.ffn_norm = &array[0]
+            if given["qkv_bias"] is not None:
+                array = given["qkv_bias"]
+                need(array.shape[0] == q_dim + 2 * kv_dim, f"QKV bias of layer {i}")
+                layer.qkv_bias = &array[0]
+            for name, shape in (("qkv", (q_dim + 2 * kv_dim, m.hidden_dim)), ("o", (m.hidden_dim, q_dim)),
+                                ("gate_up", (gate_up_rows, m.hidden_dim)), ("down", (m.hidden_dim, m.ffn_dim))):
+                need(given[name].shape == shape, f"{name} of layer {i}")
+            layer.qkv, layer.o = (<PackedWeight?>given["qkv"]).view(), (<PackedWeight?>given["o"]).view()
+            layer.gate_up = (<PackedWeight?>given["gate_up"]).view()
+            layer.down = (<PackedWeight?>given["down"]).view()
+
+    def __dealloc__(self):
+        free(self.layers)
+
+    cdef int check_batch(self, list seqs, list tokens) except -1:
+        """Everything about a batch that does not depend on the pools' free blocks. FLV4 first, as the seed."""
+        cdef const int64_t[::1] ids
+        cdef int64_t i, j
+        cdef pkv_pool *pool
+        if not seqs:
+            raise error("a step needs at least one sequence", (Flv4Status.FLV4_ERR_BAD_DIM,))
+        for i, seq in enumerate(seqs):
+            if seq is None:
+                raise error(f"sequence {i} of the batch is missing", (Flv4Status.FLV4_ERR_NULL,))
+            if not isinstance(seq, SequenceCore):
+                raise TypeError(f"sequence {i} of the batch is a {type(seq).__name__}, not a Sequence")
+        for i in range(len(tokens)):
+            ids = tokens[i]
+            if ids.shape[0] == 0:
+                raise error(f"sequence {i} of the batch brings no token", (Flv4Status.FLV4_ERR_BAD_DIM,))
+            for j in range(ids.shape[0]):
+                if ids[j] < 0 or ids[j] >= self.m.vocab_size:
+                    raise error(f"token {ids[j]} at place {j} of sequence {i} is outside [0, {self.m.vocab_size})",
+                                (Flv4Status.FLV4_ERR_TOKEN,))
+        seen = {}
+        for i, seq in enumerate(seqs):
+            if seen.setdefault(id(seq), i) != i:
+                raise error(f"sequences {seen[id(seq)]} and {i} of the batch are the same",
+                            (Flv4Status.FLV4_ERR_BAD_DIM,))
+            if (<SequenceCore>seq).ptr is NULL:
+                raise error(f"sequence {i} of the batch was freed", STACK_CHAIN + (PkvStatus.PKV_ERR_NULL,))
+            pool = (<SequenceCore>seq).ptr.pool
+            if pool.n_layers != self.m.n_layers or pool.kv_dim != self.m.attn.n_kv_heads * self.m.attn.head_dim:
+                raise error(f"the pool of sequence {i} holds {pool.n_layers} layers of {pool.kv_dim}, the model "
+                            f"has {self.m.n_layers} of {self.m.attn.n_kv_heads * self.m.attn.head_dim}",
+                            (Flv4Status.FLV4_ERR_STACK, Stk4Status.STK4_ERR_BAD_DIM))
+        return 0
+
+    def check(self, list seqs, list tokens):
+        """Raise what step would raise for this batch, and change nothing."""
+        self.check_batch(seqs, tokens)
+        cdef Batch batch = Batch()
+        cdef int64_t failed = 0, needed = 0
+        batch.fill(seqs, tokens)
+        pool = (<SequenceCore>seqs[0]).pool
+        with pool._lock:
+            status = pkv_check_append_batch(batch.seqs, batch.n_new, batch.n_seqs, &failed, &needed)
+            if status != PKV_OK:
+                raise batch.append_error(status, failed, needed)
+
+    def step(self, list seqs, list tokens, str logits_of, out):
+        """Append tokens[i] (int64 array) to seqs[i]; logits of the "last" row of each, of "all" or of "none".
+
+        All or nothing: checked, planned and reserved for the whole batch before the first write."""
+        cdef int n_threads = n_threads_now()
+        cdef int64_t i, failed = 0, needed = 0, n_floats, n_pass, n_done = 0
+        cdef pkv_step laid
+        cdef Batch batch = Batch()
+        cdef Scratch scratch
+        cdef float *logits
+        cdef pkv_status status
+        pools = {}
+        for seq in seqs:
+            if isinstance(seq, SequenceCore):
+                pools[id((<SequenceCore>seq).pool)] = (<SequenceCore>seq).pool
+        pools = [pools[key] for key in sorted(pools) if pools[key] is not None]  # one order: no deadlock
+        locked = []
+        try:
+            for pool in pools:
+                (<PoolCore>pool)._lock.acquire()
+                locked.append(pool)
+                (<PoolCore>pool).reap()
+            self.check_batch(seqs, tokens)
+            batch.fill(seqs, tokens)
+            batch.plan(&self.m, logits_of, n_threads)
+            result = np.empty((batch.n_out, self.m.vocab_size), np.float32) if out is None else out
+            logits = out_pointer(result, batch.n_out, self.m.vocab_size)
+            n_pass = min(batch.n_rows, PKV_STEP_ROWS)
+            n_floats = pkv_step_lay_out(&laid, &self.m, n_pass, n_threads, NULL) + batch.partials_len
+            scratch = self.take_scratch(n_floats)
+            status = pkv_ensure_append_batch(batch.seqs, batch.n_new, batch.n_seqs, &failed, &needed)
+            if status != PKV_OK:
+                self.scratches.append(scratch)
+                raise batch.append_error(status, failed, needed)
+            for i in range(batch.n_passes):
+                pkv_step_lay_out(&batch.steps[i], &self.m, n_pass, n_threads, scratch.block)
+                batch.steps[i].partials = scratch.block + (n_floats - batch.partials_len)
+                batch.steps[i].logits = logits + n_done * self.m.vocab_size
+                n_done += batch.steps[i].n_out
+                with nogil:
+                    run_pass(&batch.steps[i], n_threads)
+            for i in range(batch.n_seqs):
+                batch.seqs[i].seq_len += batch.n_new[i]
+            self.scratches.append(scratch)
+            return result
+        finally:
+            for pool in reversed(locked):
+                (<PoolCore>pool).reap()
+                (<PoolCore>pool)._lock.release()
+
+    cdef Scratch take_scratch(self, int64_t n_floats):
+        cdef Scratch scratch
+        while self.scratches:
+            scratch = self.scratches.pop()
+            if scratch.n_bytes >= n_floats * sizeof(float):
+                return scratch
+        return Scratch(n_floats)
+
+
+cdef int need(bint holds, str what) except -1:
+    if not holds:
+        raise error(f"the {what} has not the shape that the configuration says", (Flv4Status.FLV4_ERR_BAD_DIM,))
+    return 0
+
+
+cdef float *out_pointer(array, int64_t n, int64_t width) except NULL:
+    """Where logits go: a writable C-contiguous float32 [n, width] array."""
+    if not isinstance(array, np.ndarray) or array.dtype != np.float32 or array.shape != (n, width) \
+            or not array.flags.c_contiguous or not array.flags.writeable:
+        raise error(f"out must be a writable C-contiguous float32 array of shape [{n}, {width}]",
+                    (Flv4Status.FLV4_ERR_BAD_DIM,))
+    return <float *>cnp.PyArray_DATA(array)

@@ -1,0 +1,78 @@
+"""Attention over a paged sequence, and over one contiguous buffer."""
+
+from pagedkv import _core
+
+
+def paged_attention(q, k_new, v_new, seq, layer, *, n_heads, n_kv_heads, head_dim, causal=True, scale=None):
+    """Append new rows to one layer of a sequence, then attend over all its rows in place.
+
+    The caller has reserved the rows (``seq.ensure_append(n)``) and advances after the last layer.
+
+    Parameters
+    ----------
+    q : numpy.ndarray
+        float32 ``[n, n_heads * head_dim]``, rotated.
+    k_new, v_new : numpy.ndarray
+        float32 ``[n, n_kv_heads * head_dim]``, K rotated.
+    seq : Sequence
+    layer : int
+    n_heads, n_kv_heads, head_dim : int
+        Query head ``h`` reads KV head ``h // (n_heads // n_kv_heads)``.
+    causal : bool
+        Row ``i`` sees positions up to its own, ``len(seq) + i``; otherwise all.
+    scale : float, optional
+        Factor of the scores; ``1 / sqrt(head_dim)`` by default.
+
+    Returns
+    -------
+    numpy.ndarray
+        float32 ``[n, n_heads * head_dim]``.
+
+    Raises
+    ------
+    BadDimError, BadGQAError
+        Dimensions not positive, or not those of the arrays and the pool.
+    BoundsError
+        The rows are not reserved in blocks of this sequence alone, or there is no such layer.
+    NullError
+        The sequence was freed.
+
+    Notes
+    -----
+    Ported from ``nx_f32_attn_with_paged``. Same bits as :func:`attention` over gathered rows.
+
+    Examples
+    --------
+    >>> import numpy as np, pagedkv as pk
+    >>> pool = pk.BlockPool(n_blocks=4, n_layers=1, kv_dim=8)
+    >>> seq = pk.Sequence(pool, max_tokens=16)
+    >>> x = np.ones((2, 8), np.float32)
+    >>> seq.ensure_append(2)
+    >>> pk.paged_attention(x, x, x, seq, 0, n_heads=1, n_kv_heads=1, head_dim=8).shape
+    (2, 8)
+    """
+    return _core.attn_with_paged(q, k_new, v_new, seq, layer, n_heads, n_kv_heads, head_dim, causal, scale)
+
+
+def attention(q, k, v, *, n_heads, n_kv_heads, head_dim, causal=True, scale=None):
+    """Attention over contiguous K and V: the twin that paged results are compared with, bit for bit.
+
+    Parameters
+    ----------
+    q : numpy.ndarray
+        float32 ``[n, n_heads * head_dim]``; the last `n` of `total_k` positions where causal.
+    k, v : numpy.ndarray
+        float32 ``[total_k, n_kv_heads * head_dim]``.
+    n_heads, n_kv_heads, head_dim, causal, scale
+        As in :func:`paged_attention`.
+
+    Returns
+    -------
+    numpy.ndarray
+        float32 ``[n, n_heads * head_dim]``.
+
+    Raises
+    ------
+    BadDimError, BadGQAError
+    """
+    return _core.attention(q, k, v, n_heads, n_kv_heads, head_dim, causal, scale)

@@ -1,0 +1,69 @@
+"""The one owner of the thread count: environment, then cores within affinity and cgroup quota."""
+
+import math
+import os
+from pathlib import Path
+
+from pagedkv import _core
+
+
+def _affinity():
+    try:
+        return os.sched_getaffinity(0)
+    except AttributeError:  # not on macOS or Windows
+        return set(range(os.cpu_count() or 1))
+
+
+def _physical_cores(cpus):
+    """Distinct cores among logical `cpus`: two hyperthreads share one FMA unit and one cache."""
+    cores = set()
+    for cpu in cpus:
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        try:
+            cores.add(((topology / "physical_package_id").read_text(), (topology / "core_id").read_text()))
+        except OSError:
+            return len(cpus)
+    return len(cores)
+
+
+def _cgroup_quota():
+    """Processors that the container may use, rounded up; None without a limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # cgroup v2
+    except (OSError, ValueError):
+        try:
+            quota = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text().strip()  # v1
+            period = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    try:
+        if quota == "max" or int(quota) <= 0:
+            return None
+        return max(1, math.ceil(int(quota) / int(period)))
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def default_num_threads():
+    """Threads used unless set: ``PAGEDKV_NUM_THREADS``, else physical cores that this process may use.
+
+    Raises
+    ------
+    ValueError
+        ``PAGEDKV_NUM_THREADS`` is set and is not a positive integer.
+    """
+    asked = os.environ.get("PAGEDKV_NUM_THREADS", "").strip()
+    if asked:
+        if not asked.isascii() or not asked.isdigit() or not 1 <= int(asked) <= 4096:
+            raise ValueError(f"PAGEDKV_NUM_THREADS must be an integer from 1 to 4096, not {asked!r}")
+        return int(asked)
+    n = _physical_cores(_affinity())
+    quota = _cgroup_quota()
+    return max(1, n if quota is None else min(n, quota))
+
+
+_core.set_num_threads(default_num_threads())
+if os.environ.get("PAGEDKV_ISA"):
+    _core._set_isa(os.environ["PAGEDKV_ISA"])
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_core._after_fork)

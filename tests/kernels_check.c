@@ -1,0 +1,634 @@
+/* Compares every kernel table that runs on this CPU with the scalar one, bit for bit, over sizes around the lanes
+ * and over awkward values. Arrays end (or begin) at a page that may not be touched, so a kernel that reads or
+ * writes too far dies here. Prints a line for each ISA and operation, a checksum of the scalar results, which
+ * must be the same on every machine and with every compiler, and the total. Exit status 1 on a difference.
+ *   cc -O2 -ffp-contract=off -Iinclude tests/kernels_check.c -lm -o kernels_check && ./kernels_check */
+#define _GNU_SOURCE /* MAP_ANONYMOUS, sigaction under -std=c11 */
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "pagedkv/dispatch.h"
+#include "pagedkv/fpenv.h"
+
+#define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
+
+static const int64_t SIZES[] = {0,  1,  2,  3,  7,  8,  9,  15, 16,  17,  24,  31,  32,  33,
+                                39, 40, 47, 48, 56, 63, 64, 65, 100, 127, 128, 129, 255, 576};
+static const int64_t HEAD_DIMS[] = {1, 8, 16, 17, 40, 56, 64, 80, 100, 128, 256};
+
+/* ---- random values: integer arithmetic only and one draw an expression (C leaves the order of operands and
+ * arguments to the compiler), so that every machine draws the same ---- */
+
+static uint64_t rng_state = 0x9E3779B97F4A7C15u;
+
+/* splitmix64 (Steele, Lea and Flood 2014). */
+static uint64_t rng_next(void) {
+    uint64_t z = rng_state += 0x9E3779B97F4A7C15u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+}
+
+static int64_t rng_below(int64_t n) { return (int64_t)((rng_next() >> 33) % (uint64_t)n); }
+
+/* 0 half of the time, else up to most: what a stride has beyond its row. */
+static int64_t rng_gap(int64_t most) {
+    int64_t drawn = rng_below(2 * most);
+    return drawn > most ? drawn - most : 0;
+}
+
+static float from_bits(uint32_t bits) { return pkv_bits_to_f32((int32_t)bits); }
+
+/* A float with a random sign and mantissa and a biased exponent in [low, high]; 0 gives subnormals and zeros. */
+static float rng_exponents(int64_t low, int64_t high) {
+    uint32_t exponent = (uint32_t)(low + rng_below(high - low + 1));
+    return from_bits(((uint32_t)rng_next() & 0x807FFFFFu) | exponent << 23);
+}
+
+enum { MODERATE, WIDE, TINY, EXP_RANGE, SPECIAL, N_MODES };
+
+static const uint32_t SPECIALS[] = {
+    0x00000000, 0x80000000, /* +-0 */
+    0x7F800000, 0xFF800000, /* +-inf */
+    0x7FC00000, 0xFFC00000, /* NaN */
+    0x7F7FFFFF, 0xFF7FFFFF, /* +-largest */
+    0x00000001, 0x80000001, /* +-smallest subnormal */
+    0x00800000, 0x80800000, /* +-smallest normal */
+    0xC2D00000, 0xC2CFFFFF, 0xC2D00001, /* -104, where exp becomes 0, and its neighbours */
+    0x42B20000, 0x42B1FFFF, 0x42B20001, /* 89, the upper clamp, and its neighbours */
+    0x42B17217, 0x42B17218, /* the last finite exp and the first infinite one */
+    0xC2AEAC4F, 0xC2AEAC50, /* about -87.33: exp leaves the normal numbers */
+    0xC2CFF1B5, 0xC2CE8ED0, /* about -103.97 and -103.28: the last subnormals */
+};
+
+static float rng_float(int mode) {
+    switch (mode) {
+    case MODERATE:
+        return rng_exponents(120, 131);
+    case WIDE:
+        return rng_exponents(0, 254);
+    case TINY: /* products of two fall below the subnormals, of which -0 is left */
+        return rng_below(8) == 0 ? from_bits((uint32_t)rng_next() & 0x80000000u) : rng_exponents(0, 70);
+    case EXP_RANGE: /* [-110, 95] in steps of 2^-10 */
+        return (float)(rng_below(209921) - 112640) * 0x1p-10f;
+    default:
+        return rng_below(6) == 0 ? from_bits(SPECIALS[rng_below(COUNT(SPECIALS))]) : rng_exponents(120, 131);
+    }
+}
+
+/* ---- arrays beside a forbidden page ---- */
+
+#define ARENA_FLOATS ((int64_t)1 << 15)
+#define BAND 64 /* floats of guard band on the side where no page forbids access */
+#define CANARY 0x5CA1AB1Eu
+
+enum { AT_START, AT_END, N_SIDES };
+enum { IN_A, IN_B, IN_C, IN_D, WANT, GOT, N_SLOTS };
+
+static float *arenas[N_SLOTS];
+static int side;
+
+static void map_arenas(void) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), n_bytes = (size_t)ARENA_FLOATS * sizeof(float);
+    for (int slot = 0; slot < N_SLOTS; slot++) {
+        char *p = mmap(NULL, n_bytes + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (p == MAP_FAILED || mprotect(p + page, n_bytes, PROT_READ | PROT_WRITE) != 0) {
+            perror("kernels_check: mmap");
+            exit(2);
+        }
+        arenas[slot] = (float *)(p + page);
+    }
+}
+
+/* n floats whose end (or start) is the arena's; the band on the other side is filled with the canary. */
+static float *place(int slot, int64_t n) {
+    if (n + BAND > ARENA_FLOATS) {
+        fprintf(stderr, "kernels_check: %lld floats do not fit the arena\n", (long long)n);
+        exit(2);
+    }
+    float *p = side == AT_START ? arenas[slot] : arenas[slot] + ARENA_FLOATS - n;
+    float *band = side == AT_START ? p + n : p - BAND;
+    for (int i = 0; i < BAND; i++)
+        band[i] = from_bits(CANARY);
+    return p;
+}
+
+static float *place_random(int slot, int64_t n, int mode) {
+    float *p = place(slot, n);
+    for (int64_t i = 0; i < n; i++)
+        p[i] = rng_float(mode);
+    return p;
+}
+
+static float *place_copy(int slot, const float *from, int64_t n) {
+    float *p = place(slot, n);
+    memcpy(p, from, (size_t)n * sizeof *p);
+    return p;
+}
+
+/* ---- comparing and counting ---- */
+
+#define MAX_ISAS 4
+static const pkv_kernels *scalar, *others[MAX_ISAS];
+static int n_others;
+
+static const char *op = "";
+static int isa_now;
+static int64_t n_checks[MAX_ISAS], n_differences[MAX_ISAS], total_checks, total_differences;
+static char where[160]; /* sizes of the case at hand, for the message */
+static uint64_t checksum = 0xCBF29CE484222325u;
+
+#define CASE(...) snprintf(where, sizeof where, __VA_ARGS__)
+#define FOR_EACH_ISA(kernels)                                                                                  \
+    for (const pkv_kernels *kernels = others[isa_now = 0]; isa_now < n_others; kernels = others[++isa_now])
+
+/* The sign and payload of a NaN are the CPU's business; that it is one is ours. */
+static int same_float(float got, float want) {
+    return (got != got && want != want) || pkv_f32_to_bits(got) == pkv_f32_to_bits(want);
+}
+
+/* FNV-1a over the bits of the scalar results, all NaN alike. */
+static void digest(const float *x, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = x[i] != x[i] ? 0x7FC00000u : (uint32_t)pkv_f32_to_bits(x[i]);
+        for (int shift = 0; shift < 32; shift += 8)
+            checksum = (checksum ^ ((bits >> shift) & 0xFF)) * 0x100000001B3u;
+    }
+}
+
+static void count_check(const float *got, const float *want, int64_t n) {
+    n_checks[isa_now]++;
+    for (int64_t i = 0; i < n; i++)
+        if (!same_float(got[i], want[i])) {
+            if (n_differences[isa_now]++ < 3)
+                printf("  %s %s, %s, %s: element %lld is %08x, scalar gives %08x\n", others[isa_now]->isa, op, where,
+                       side == AT_START ? "at page start" : "at page end", (long long)i,
+                       (unsigned)pkv_f32_to_bits(got[i]), (unsigned)pkv_f32_to_bits(want[i]));
+            return;
+        }
+}
+
+/* Compare n floats in GOT with WANT, and with them their guard bands. */
+static void check_arrays(const float *got, const float *want, int64_t n) {
+    int64_t shift = side == AT_START ? 0 : BAND;
+    count_check(got - shift, want - shift, n + BAND);
+}
+
+static void begin(const char *name) {
+    op = name;
+    memset(n_checks, 0, sizeof n_checks);
+    memset(n_differences, 0, sizeof n_differences);
+}
+
+static void end(void) {
+    for (int i = 0; i < n_others; i++) {
+        printf("%-7s %-14s %6lld checks, %lld differences\n", others[i]->isa, op, (long long)n_checks[i],
+               (long long)n_differences[i]);
+        total_checks += n_checks[i];
+        total_differences += n_differences[i];
+    }
+    fflush(stdout);
+}
+
+static void on_fault(int signal_number) {
+    char text[320];
+    int n = snprintf(text, sizeof text, "%s %s, %s: touched memory outside its arrays (signal %d)\n",
+                     isa_now < n_others ? others[isa_now]->isa : "scalar", op, where, signal_number);
+    _exit(write(STDOUT_FILENO, text, (size_t)n) == n ? 1 : 2);
+}
+
+/* ---- one function an operation ---- */
+
+static void check_dot(void) {
+    for (int i = 0; i < COUNT(SIZES); i++)
+        for (int mode = 0; mode < N_MODES; mode++) {
+            int64_t n = SIZES[i];
+            CASE("n=%lld mode=%d", (long long)n, mode);
+            float *a = place_random(IN_A, n, mode), *b = place_random(IN_B, n, mode);
+            float want = scalar->dot(a, b, n);
+            digest(&want, 1);
+            FOR_EACH_ISA(kernels) {
+                float got = kernels->dot(a, b, n);
+                count_check(&got, &want, 1);
+            }
+        }
+}
+
+/* Lanes that end at -0: a tail that adds +0 to them shows here. */
+static void check_dot_negative_zero(void) {
+    for (int64_t n = 16; n <= 40; n++) {
+        CASE("n=%lld", (long long)n);
+        float *a = place(IN_A, n), *b = place(IN_B, n);
+        for (int64_t i = 0; i < n; i++) {
+            a[i] = -0x1p-100f;
+            b[i] = 0x1p-100f;
+        }
+        float want = scalar->dot(a, b, n);
+        digest(&want, 1);
+        FOR_EACH_ISA(kernels) {
+            float got = kernels->dot(a, b, n);
+            count_check(&got, &want, 1);
+        }
+    }
+}
+
+static void check_exp_row(void) {
+    for (int i = 0; i < COUNT(SIZES); i++)
+        for (int mode = 0; mode < N_MODES; mode++) {
+            int64_t n = SIZES[i];
+            CASE("n=%lld mode=%d", (long long)n, mode);
+            float *x = place_random(IN_A, n, mode), *want = place(WANT, n);
+            scalar->exp_row(x, want, n);
+            digest(want, n);
+            FOR_EACH_ISA(kernels) {
+                float *got = place(GOT, n);
+                kernels->exp_row(x, got, n);
+                check_arrays(got, want, n);
+                got = place_copy(GOT, x, n); /* in place */
+                kernels->exp_row(got, got, n);
+                check_arrays(got, want, n);
+            }
+        }
+}
+
+/* All the special values, and 2^16 evenly spread bit patterns of each sign. */
+static void check_exp_values(void) {
+    int64_t n = COUNT(SPECIALS), n_spread = 1 << 14;
+    float *x = place(IN_A, n), *want = place(WANT, n);
+    CASE("special values");
+    for (int64_t i = 0; i < n; i++)
+        x[i] = from_bits(SPECIALS[i]);
+    scalar->exp_row(x, want, n);
+    digest(want, n);
+    FOR_EACH_ISA(kernels) {
+        float *got = place(GOT, n);
+        kernels->exp_row(x, got, n);
+        check_arrays(got, want, n);
+    }
+    for (uint32_t part = 0; part < 8; part++) {
+        CASE("spread, part %u", part);
+        x = place(IN_A, n_spread);
+        want = place(WANT, n_spread);
+        for (uint32_t i = 0; i < (uint32_t)n_spread; i++)
+            x[i] = from_bits((part << 29) + (i << 15) + ((uint32_t)rng_next() & 0x7FFF));
+        scalar->exp_row(x, want, n_spread);
+        digest(want, n_spread);
+        FOR_EACH_ISA(kernels) {
+            float *got = place(GOT, n_spread);
+            kernels->exp_row(x, got, n_spread);
+            check_arrays(got, want, n_spread);
+        }
+    }
+}
+
+static void check_softmax(void) {
+    for (int i = 0; i < COUNT(SIZES); i++)
+        for (int mode = 0; mode < N_MODES; mode++) {
+            int64_t n = SIZES[i];
+            CASE("n=%lld mode=%d", (long long)n, mode);
+            float *x = place_random(IN_A, n, mode), *want = place(WANT, n);
+            scalar->softmax(x, want, n);
+            digest(want, n);
+            FOR_EACH_ISA(kernels) {
+                float *got = place(GOT, n);
+                kernels->softmax(x, got, n);
+                check_arrays(got, want, n);
+                got = place_copy(GOT, x, n); /* in place */
+                kernels->softmax(got, got, n);
+                check_arrays(got, want, n);
+            }
+        }
+}
+
+static void check_softmax_chunk(void) {
+    for (int i = 0; i < COUNT(SIZES); i++)
+        for (int mode = 0; mode <= N_MODES; mode++) {
+            int64_t n = SIZES[i];
+            CASE("n=%lld mode=%d", (long long)n, mode);
+            float *x = place_random(IN_A, n, mode), want_two[2], got_two[2];
+            if (mode == N_MODES) /* a wholly masked row */
+                for (int64_t j = 0; j < n; j++)
+                    x[j] = -INFINITY;
+            float *want = place_copy(WANT, x, n);
+            scalar->softmax_chunk(want, n, &want_two[0], &want_two[1]);
+            digest(want, n);
+            digest(want_two, 2);
+            FOR_EACH_ISA(kernels) {
+                float *got = place_copy(GOT, x, n);
+                kernels->softmax_chunk(got, n, &got_two[0], &got_two[1]);
+                check_arrays(got, want, n);
+                /* Which of +0 and -0 is "the" largest depends on the order of search; nothing computed from
+                 * the maximum (a difference fed to exp, a comparison) can tell them apart. */
+                if (got_two[0] == 0.0f && want_two[0] == 0.0f)
+                    got_two[0] = want_two[0];
+                count_check(got_two, want_two, 2);
+            }
+        }
+}
+
+static void check_rmsnorm(void) {
+    for (int i = 0; i < COUNT(SIZES); i++)
+        for (int mode = 0; mode < N_MODES; mode++) {
+            int64_t n = SIZES[i];
+            float eps = mode == TINY ? 0.0f : 1e-5f;
+            CASE("n=%lld mode=%d", (long long)n, mode);
+            float *x = place_random(IN_A, n, mode), *gamma = place_random(IN_B, n, mode), *want = place(WANT, n);
+            scalar->rmsnorm(x, gamma, eps, want, n);
+            digest(want, n);
+            FOR_EACH_ISA(kernels) {
+                float *got = place(GOT, n);
+                kernels->rmsnorm(x, gamma, eps, got, n);
+                check_arrays(got, want, n);
+                got = place_copy(GOT, x, n); /* in place */
+                kernels->rmsnorm(got, gamma, eps, got, n);
+                check_arrays(got, want, n);
+            }
+        }
+}
+
+static void check_rope(void) {
+    for (int i = 0; i < COUNT(SIZES); i++)
+        for (int mode = 0; mode < N_MODES; mode++)
+            for (int64_t rest = 0; rest <= 5; rest += 5) { /* elements of the head that do not rotate */
+                int64_t half = SIZES[i], n = 2 * half + rest;
+                CASE("half=%lld rest=%lld mode=%d", (long long)half, (long long)rest, mode);
+                float *cos = place_random(IN_A, half, mode), *sin = place_random(IN_B, half, mode);
+                float *head = place_random(IN_C, n, mode), *want = place_copy(WANT, head, n);
+                scalar->rope(want, cos, sin, half);
+                digest(want, n);
+                FOR_EACH_ISA(kernels) {
+                    float *got = place_copy(GOT, head, n);
+                    kernels->rope(got, cos, sin, half);
+                    check_arrays(got, want, n);
+                }
+            }
+}
+
+static void check_swiglu(void) {
+    for (int i = 0; i < COUNT(SIZES); i++)
+        for (int mode = 0; mode < N_MODES; mode++) {
+            int64_t n = SIZES[i];
+            CASE("n=%lld mode=%d", (long long)n, mode);
+            float *gate = place_random(IN_A, n, mode), *up = place_random(IN_B, n, mode), *want = place(WANT, n);
+            scalar->swiglu(gate, up, want, n);
+            digest(want, n);
+            FOR_EACH_ISA(kernels) {
+                float *got = place(GOT, n);
+                kernels->swiglu(gate, up, got, n);
+                check_arrays(got, want, n);
+                got = place_copy(GOT, gate, n); /* in place */
+                kernels->swiglu(got, up, got, n);
+                check_arrays(got, want, n);
+            }
+        }
+}
+
+static void check_add(void) {
+    for (int i = 0; i < COUNT(SIZES); i++)
+        for (int mode = 0; mode < N_MODES; mode++) {
+            int64_t n = SIZES[i];
+            CASE("n=%lld mode=%d", (long long)n, mode);
+            float *x = place_random(IN_A, n, mode), *y = place_random(IN_B, n, mode), *want = place_copy(WANT, y, n);
+            scalar->add(want, x, n);
+            digest(want, n);
+            FOR_EACH_ISA(kernels) {
+                float *got = place_copy(GOT, y, n);
+                kernels->add(got, x, n);
+                check_arrays(got, want, n);
+            }
+        }
+}
+
+/* Columns beyond n_cols of the last panel hold NaN here: nobody may let them into y. */
+static void check_matmul_case(int64_t n_rows, int64_t n_cols, int64_t n_k, int accumulate, int mode) {
+    int64_t ldx = n_k + rng_gap(9), ldy = n_cols + rng_gap(9);
+    int64_t panel_stride = (n_k + rng_gap(3)) * PKV_PANEL, n_panels = pkv_panels_for(n_cols);
+    CASE("rows=%lld cols=%lld k=%lld ldx=%lld ldy=%lld stride=%lld accumulate=%d mode=%d", (long long)n_rows,
+         (long long)n_cols, (long long)n_k, (long long)ldx, (long long)ldy, (long long)panel_stride, accumulate, mode);
+    int64_t n_x = n_rows ? (n_rows - 1) * ldx + n_k : 0, n_y = n_rows ? (n_rows - 1) * ldy + n_cols : 0;
+    int64_t n_w = n_panels ? (n_panels - 1) * panel_stride + n_k * PKV_PANEL : 0;
+    float *x = place_random(IN_A, n_x, mode), *panels = place_random(IN_B, n_w, mode);
+    float *before = place_random(IN_C, n_y, mode), *want = place_copy(WANT, before, n_y);
+    for (int64_t j = n_cols; j < n_panels * PKV_PANEL; j++)
+        for (int64_t k = 0; k < n_k; k++)
+            panels[(n_panels - 1) * panel_stride + k * PKV_PANEL + j % PKV_PANEL] = NAN;
+    scalar->matmul_f32(x, ldx, n_rows, panels, panel_stride, n_k, want, ldy, n_cols, accumulate);
+    digest(want, n_y);
+    /* Drawn outside the loop: the draws must not depend on how many ISAs there are. */
+    int64_t k_1 = rng_below(n_k + 1), k_2 = k_1 + rng_below(n_k - k_1 + 1), m_1 = rng_below(n_rows + 1);
+    FOR_EACH_ISA(kernels) {
+        float *got = place_copy(GOT, before, n_y);
+        kernels->matmul_f32(x, ldx, n_rows, panels, panel_stride, n_k, got, ldy, n_cols, accumulate);
+        check_arrays(got, want, n_y);
+        /* k split in three, rows in two: the same bits. */
+        got = place_copy(GOT, before, n_y);
+        for (int half = 0; half < 2; half++) {
+            int64_t m = half ? m_1 : 0, rows = half ? n_rows - m_1 : m_1;
+            const float *x_m = x + m * ldx;
+            float *y_m = got + m * ldy;
+            kernels->matmul_f32(x_m, ldx, rows, panels, panel_stride, k_1, y_m, ldy, n_cols, accumulate);
+            kernels->matmul_f32(x_m + k_1, ldx, rows, panels + k_1 * PKV_PANEL, panel_stride, k_2 - k_1, y_m, ldy,
+                                n_cols, 1);
+            kernels->matmul_f32(x_m + k_2, ldx, rows, panels + k_2 * PKV_PANEL, panel_stride, n_k - k_2, y_m, ldy,
+                                n_cols, 1);
+        }
+        check_arrays(got, want, n_y);
+    }
+}
+
+static void check_matmul(void) {
+    static const int64_t cols[] = {1, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 63, 64, 65, 72, 96, 97, 100, 128};
+    static const int64_t depths[] = {0, 1, 2, 3, 7, 16, 33, 64};
+    for (int64_t n_rows = 1; n_rows <= 40; n_rows++)
+        for (int repeat = 0; repeat < 4; repeat++) {
+            int64_t n_cols = cols[rng_below(COUNT(cols))], n_k = depths[rng_below(COUNT(depths))];
+            int mode = repeat == 0 ? MODERATE : (int)rng_below(N_MODES);
+            check_matmul_case(n_rows, n_cols, n_k, repeat & 1, mode);
+        }
+    for (int i = 0; i < COUNT(cols); i++)
+        for (int64_t n_rows = 1; n_rows <= 4; n_rows++)
+            check_matmul_case(n_rows, cols[i], 20, i & 1, (int)rng_below(N_MODES));
+    check_matmul_case(0, 33, 5, 0, MODERATE);
+    check_matmul_case(3, 0, 5, 0, MODERATE);
+    /* Longer than any kernel's own split of k. */
+    for (int64_t n_rows = 1; n_rows <= 13; n_rows += 4)
+        check_matmul_case(n_rows, 20, 700, (int)(n_rows & 1), MODERATE);
+}
+
+static void check_attn_scores(void) {
+    static const int64_t keys[] = {0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 20, 33};
+    for (int i = 0; i < COUNT(HEAD_DIMS); i++)
+        for (int j = 0; j < COUNT(keys); j++) {
+            int64_t head_dim = HEAD_DIMS[i], n_k = keys[j], n_q = 1 + rng_below(5);
+            int64_t ldk = head_dim + rng_below(3) * 8, lds = n_k + rng_below(4);
+            int64_t n_s = (n_q - 1) * lds + n_k, n_keys = n_k ? (n_k - 1) * ldk + head_dim : 0;
+            int mode = (int)rng_below(N_MODES);
+            CASE("heads=%lld keys=%lld head_dim=%lld ldk=%lld lds=%lld mode=%d", (long long)n_q, (long long)n_k,
+                 (long long)head_dim, (long long)ldk, (long long)lds, mode);
+            float *q = place_random(IN_A, n_q * head_dim, mode), *k = place_random(IN_B, n_keys, mode);
+            float *before = place_random(IN_C, n_s, MODERATE), *want = place_copy(WANT, before, n_s);
+            scalar->attn_scores(q, n_q, k, ldk, n_k, head_dim, 0.1337f, want, lds);
+            digest(want, n_s);
+            FOR_EACH_ISA(kernels) {
+                float *got = place_copy(GOT, before, n_s);
+                kernels->attn_scores(q, n_q, k, ldk, n_k, head_dim, 0.1337f, got, lds);
+                check_arrays(got, want, n_s);
+            }
+        }
+}
+
+static void check_attn_values(void) {
+    static const int64_t keys[] = {0, 1, 2, 5, 16, 33};
+    for (int i = 0; i < COUNT(HEAD_DIMS); i++)
+        for (int64_t n_q = 1; n_q <= 9; n_q++) {
+            int64_t head_dim = HEAD_DIMS[i], n_k = keys[rng_below(COUNT(keys))];
+            int64_t ldv = head_dim + rng_below(3) * 8, ldp = n_k + rng_below(4);
+            int64_t n_p = (n_q - 1) * ldp + n_k, n_values = n_k ? (n_k - 1) * ldv + head_dim : 0;
+            int mode = (int)rng_below(N_MODES);
+            CASE("heads=%lld keys=%lld head_dim=%lld ldv=%lld ldp=%lld mode=%d", (long long)n_q, (long long)n_k,
+                 (long long)head_dim, (long long)ldv, (long long)ldp, mode);
+            float *p = place_random(IN_A, n_p, mode), *v = place_random(IN_B, n_values, mode);
+            float *before = place_random(IN_C, n_q * head_dim, mode), *want = place_copy(WANT, before, n_q * head_dim);
+            scalar->attn_values(p, ldp, n_q, v, ldv, n_k, head_dim, want);
+            digest(want, n_q * head_dim);
+            FOR_EACH_ISA(kernels) {
+                float *got = place_copy(GOT, before, n_q * head_dim);
+                kernels->attn_values(p, ldp, n_q, v, ldv, n_k, head_dim, got);
+                check_arrays(got, want, n_q * head_dim);
+            }
+        }
+}
+
+static void check_attn_merge(void) {
+    static const int64_t no_state = 0, no_chunk = 1; /* one side is still empty: max -inf, sum 0 */
+    for (int i = 0; i < COUNT(HEAD_DIMS); i++)
+        for (int mode = 0; mode < N_MODES; mode++)
+            for (int64_t repeat = 0; repeat < 4; repeat++) {
+                int64_t head_dim = HEAD_DIMS[i];
+                CASE("head_dim=%lld mode=%d repeat=%lld", (long long)head_dim, mode, (long long)repeat);
+                float state[2], chunk[2];
+                for (int j = 0; j < 2; j++) {
+                    state[j] = rng_float(mode);
+                    chunk[j] = rng_float(mode);
+                }
+                float *empty = repeat == no_state ? state : chunk;
+                if (repeat == no_state || repeat == no_chunk) {
+                    empty[0] = -INFINITY;
+                    empty[1] = 0.0f;
+                }
+                float *acc_c = place_random(IN_A, head_dim, mode), *acc = place_random(IN_B, head_dim, mode);
+                float *want = place_copy(WANT, acc, head_dim), want_two[2] = {state[0], state[1]};
+                scalar->attn_merge(&want_two[0], &want_two[1], want, chunk[0], chunk[1], acc_c, head_dim);
+                digest(want, head_dim);
+                digest(want_two, 2);
+                FOR_EACH_ISA(kernels) {
+                    float *got = place_copy(GOT, acc, head_dim), got_two[2] = {state[0], state[1]};
+                    kernels->attn_merge(&got_two[0], &got_two[1], got, chunk[0], chunk[1], acc_c, head_dim);
+                    check_arrays(got, want, head_dim);
+                    count_check(got_two, want_two, 2);
+                }
+            }
+}
+
+static void check_attn_finish(void) {
+    for (int i = 0; i < COUNT(SIZES); i++)
+        for (int mode = 0; mode < N_MODES; mode++) {
+            int64_t n = SIZES[i];
+            float sum = rng_float(mode);
+            CASE("head_dim=%lld mode=%d", (long long)n, mode);
+            float *acc = place_random(IN_A, n, mode), *want = place(WANT, n);
+            scalar->attn_finish(acc, sum, want, n);
+            digest(want, n);
+            FOR_EACH_ISA(kernels) {
+                float *got = place(GOT, n);
+                kernels->attn_finish(acc, sum, got, n);
+                check_arrays(got, want, n);
+            }
+        }
+}
+
+/* ---- what only the scalar file has ---- */
+
+/* The largest error of exp in ulp of the float32 result, against the C library's float64, over all of
+ * [-104, 88.72]; below the normal numbers an ulp is 2^-149. */
+static double exp_worst_ulp(void) {
+    double worst = 0.0;
+    for (int64_t i = 0; i <= 1 << 18; i++) {
+        float x = (float)(-104.0 + 192.72 * (double)i / (double)(1 << 18));
+        double exact = exp((double)x), got = (double)pkv_exp_f32_scalar(x);
+        int exponent;
+        frexp(exact, &exponent);
+        double ulp = ldexp(1.0, exponent - 24 < -149 ? -149 : exponent - 24), error = fabs(got - exact) / ulp;
+        if (error > worst)
+            worst = error;
+    }
+    return worst;
+}
+
+/* The rotary table takes no ISA's path, but its bits belong to the promise as well. */
+static void digest_rope_table(void) {
+    static const int64_t positions[] = {0, 1, 2, 17, 1000, 8192, 80000, 1048575};
+    double inv_freq[32];
+    float cos[32], sin[32];
+    for (int i = 0; i < 32; i++)
+        inv_freq[i] = 1.0 / (double)(1 + i * i * i);
+    for (int i = 0; i < COUNT(positions); i++) {
+        pkv_rope_table(positions[i], inv_freq, 32, cos, sin);
+        digest(cos, 32);
+        digest(sin, 32);
+    }
+}
+
+int main(void) {
+    static const struct {
+        const char *name;
+        void (*check)(void);
+    } ops[] = {
+        {"dot", check_dot},
+        {"dot, -0", check_dot_negative_zero},
+        {"exp_row", check_exp_row},
+        {"exp, values", check_exp_values},
+        {"softmax", check_softmax},
+        {"softmax_chunk", check_softmax_chunk},
+        {"rmsnorm", check_rmsnorm},
+        {"rope", check_rope},
+        {"swiglu", check_swiglu},
+        {"add", check_add},
+        {"matmul_f32", check_matmul},
+        {"attn_scores", check_attn_scores},
+        {"attn_values", check_attn_values},
+        {"attn_merge", check_attn_merge},
+        {"attn_finish", check_attn_finish},
+    };
+    struct sigaction fault = {0};
+    fault.sa_handler = on_fault;
+    sigaction(SIGSEGV, &fault, NULL);
+    sigaction(SIGBUS, &fault, NULL);
+    map_arenas();
+    for (int i = 0; i < pkv_n_kernel_tables(); i++) {
+        const pkv_kernels *table = &pkv_kernel_tables[i];
+        if (strcmp(table->isa, "scalar") == 0)
+            scalar = table;
+        else if (pkv_isa_runs(i))
+            others[n_others++] = table;
+        else
+            printf("%-7s not on this CPU\n", table->isa);
+    }
+    uint64_t saved = pkv_fpenv_enter();
+    for (int i = 0; i < COUNT(ops); i++) {
+        begin(ops[i].name);
+        for (side = 0; side < N_SIDES; side++)
+            ops[i].check();
+        end();
+    }
+    digest_rope_table();
+    pkv_fpenv_leave(saved);
+    double worst = exp_worst_ulp();
+    printf("exp within %.3f ulp of float64\n", worst);
+    printf("scalar checksum %016llx\n", (unsigned long long)checksum);
+    printf("%lld checks, %lld differences\n", (long long)total_checks, (long long)total_differences);
+    return total_differences != 0 || !(worst <= 2.0);
+}
