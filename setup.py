@@ -7,6 +7,7 @@ from glob import glob
 import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 
 # PAGEDKV_DEBUG=1 turns Cython's own checks on; the checks at the door are always there.
 DEBUG = os.environ.get("PAGEDKV_DEBUG", "0") not in ("", "0")
@@ -28,7 +29,22 @@ core = Extension(
     extra_link_args=link_args,
 )
 
+
+
+class build_py_with_headers(build_py):
+    """A wheel carries the C headers inside the package, where pagedkv.get_include() finds them."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            target = os.path.join(self.build_lib, "pagedkv", "include", "pagedkv")
+            self.mkpath(target)
+            for header in glob("include/pagedkv/*.h"):
+                self.copy_file(header, target)
+
+
 setup(
+    cmdclass={"build_py": build_py_with_headers},
     ext_modules=cythonize(
         [core],
         compiler_directives={

@@ -199,6 +199,16 @@ cdef class PoolCore:
             self.reap()
             return self.ptr.n_free
 
+    @property
+    def n_saved(self):
+        """Blocks that sharing saves now: owners beyond the first, over all blocks."""
+        cdef int64_t n = 0, i
+        with self._lock:
+            self.reap()
+            for i in range(self.ptr.n_blocks):
+                n += max(0, self.ptr.ref_count[i] - 1)
+        return n
+
     def ref_count(self, int64_t block_id):
         """Owners of a block; 0 where it is free."""
         if block_id < 0 or block_id >= self.ptr.n_blocks:

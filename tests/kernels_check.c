@@ -1,7 +1,7 @@
 /* Compares every kernel table that runs on this CPU with the scalar one, bit for bit, over sizes around the lanes
  * and over awkward values. Arrays end (or begin) at a page that may not be touched, so a kernel that reads or
- * writes too far dies here. Prints a line for each ISA and operation, a checksum of the scalar results, which
- * must be the same on every machine and with every compiler, and the total. Exit status 1 on a difference.
+ * writes too far dies here. Prints a line for each ISA and operation, the running checksum of the scalar
+ * results, which must be the same on every machine and with every compiler, and the total. Exit status 1 on a difference.
  *   cc -O2 -ffp-contract=off -Iinclude tests/kernels_check.c -lm -o kernels_check && ./kernels_check */
 #define _GNU_SOURCE /* MAP_ANONYMOUS, sigaction under -std=c11 */
 #include <signal.h>
@@ -15,9 +15,11 @@
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
 
-static const int64_t SIZES[] = {0,  1,  2,  3,  7,  8,  9,  15, 16,  17,  24,  31,  32,  33,
-                                39, 40, 47, 48, 56, 63, 64, 65, 100, 127, 128, 129, 255, 576};
-static const int64_t HEAD_DIMS[] = {1, 8, 16, 17, 40, 56, 64, 80, 100, 128, 256};
+/* Every remainder of 16, below one set of lanes and after one. */
+static const int64_t SIZES[] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14,  15,  16,  17,  18,  19,  20,  21, 22,
+                                23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 39, 40, 47, 48,  56,  63,  64,  65,  100, 127, 128,
+                                129, 255, 576};
+static const int64_t HEAD_DIMS[] = {1, 3, 8, 12, 16, 17, 40, 46, 56, 60, 64, 80, 100, 128, 256};
 
 /* ---- random values: integer arithmetic only and one draw an expression (C leaves the order of operands and
  * arguments to the compiler), so that every machine draws the same ---- */
@@ -184,6 +186,7 @@ static void begin(const char *name) {
 }
 
 static void end(void) {
+    printf("scalar  %-14s checksum %016llx\n", op, (unsigned long long)checksum);
     for (int i = 0; i < n_others; i++) {
         printf("%-7s %-14s %6lld checks, %lld differences\n", others[i]->isa, op, (long long)n_checks[i],
                (long long)n_differences[i]);

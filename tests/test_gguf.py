@@ -95,7 +95,10 @@ def test_types(tmp_path, family, qtype):
             assert values.dtype == np.float32 and values.flags.c_contiguous and values.flags.writeable
             np.testing.assert_array_equal(values, w, err_msg=name)
             assert tensor.dtype == (qtype if w.ndim == 2 else "f32")
-            assert (tensor.row_order is not None) == (family == "llama" and ("q_proj" in name or "k_proj" in name))
+            if family == "llama" and ("q_proj" in name or "k_proj" in name):
+                assert tensor.row_order.dtype == np.int64 and sorted(tensor.row_order) == list(range(len(w)))
+            else:
+                assert tensor.row_order is None
 
 
 def test_mixed_types_and_alignment(tmp_path):
@@ -548,6 +551,9 @@ U64 = struct.Struct("<Q").pack
         (small_file(keys=[("", 4, U32(1))]).data, "is empty"),
         (small_file(keys=[("k", 8, U64(2) + b"\xff\xfe")]).data, "key 'k' at byte .* is not UTF-8"),
         (small_file(keys=[("k", 9, U32(8) + U64(2) + U64(1) + b"a" + U64(1) + b"\xff")]).data, "element 1 of key 'k' is not UTF-8"),
+        (small_file().patched("tokens.5.length", 2**63), "element 5 of key 'tokenizer.ggml.tokens' passes the end"),
+        (small_file().patched("n_keys", 1000), "1000 keys do not fit into a file of"),
+        (small_file().patched("n_tensors", 2**63), "9223372036854775808 tensors do not fit into a file of"),
         (small_file(keys=[("k" * 65536, 4, U32(1))]).data, "takes 65536 bytes, at most 65535"),
         (small_file(keys=[("k", 13, U32(1))]).data, "unknown value type 13"),
         (small_file(keys=[("k", 9, U32(13) + U64(1))]).data, "unknown element type 13"),
