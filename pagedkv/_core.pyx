@@ -470,8 +470,9 @@ cdef class PackedWeight:
 def matmul(const float[:, ::1] x, PackedWeight w not None, float[:, ::1] out):
     """out [m, n] = x [m, k] times the transpose of w."""
     cdef pkv_weight weight = w.view()
-    cdef int64_t m = x.shape[0], n_panels = pkv_panels_for(w.n), panel
+    cdef int64_t m = x.shape[0], n_panels = pkv_panels_for(w.n), i
     cdef int n_threads = n_threads_now()
+    cdef int64_t n_groups = pkv_n_groups(n_panels, w.k, n_threads)
     cdef uint64_t saved
     if x.shape[1] != w.k or out.shape[0] != m or out.shape[1] != w.n:
         raise error(f"x [{m}, {x.shape[1]}] does not go with w [{w.n}, {w.k}]", (PkvStatus.PKV_ERR_BAD_DIM,))
@@ -479,8 +480,10 @@ def matmul(const float[:, ::1] x, PackedWeight w not None, float[:, ::1] out):
         return
     with nogil, parallel(num_threads=n_threads):
         saved = pkv_fpenv_enter()
-        for panel in prange(n_panels, schedule="dynamic"):
-            pkv_matmul_panel(KERNELS, &x[0, 0], weight.k, m, &weight, panel, &out[0, 0], weight.n)
+        for i in prange(n_groups, schedule="static"):
+            pkv_matmul_panels(KERNELS, &x[0, 0], weight.k, m, &weight, pkv_group_begin(i, n_groups, n_panels),
+                              pkv_group_begin(i + 1, n_groups, n_panels),
+                              &out[0, 0] + pkv_group_begin(i, n_groups, n_panels) * PKV_PANEL, weight.n)
         pkv_fpenv_leave(saved)
 
 
@@ -827,8 +830,12 @@ cdef class Batch:
 cdef void run_pass(const pkv_step *s, int n_threads) noexcept nogil:
     """All layers over the rows of one pass, in one team of threads; each prange ends in a barrier."""
     cdef const pkv_model *m = s.model
-    cdef const pkv_layer *layer
+    cdef const pkv_layer *layer = &m.layers[0]       # all layers are cut alike
     cdef int64_t i, n
+    cdef int64_t qkv_groups = pkv_n_groups(pkv_panels_for(layer.qkv.n), layer.qkv.k, n_threads)
+    cdef int64_t o_groups = pkv_n_groups(pkv_panels_for(layer.o.n), layer.o.k, n_threads)
+    cdef int64_t down_groups = pkv_n_groups(pkv_panels_for(layer.down.n), layer.down.k, n_threads)
+    cdef int64_t head_groups = pkv_n_groups(pkv_panels_for(m.vocab_size), m.hidden_dim, n_threads)
     cdef uint64_t saved
     with parallel(num_threads=n_threads):
         saved = pkv_fpenv_enter()
@@ -838,8 +845,8 @@ cdef void run_pass(const pkv_step *s, int n_threads) noexcept nogil:
             layer = &m.layers[n]
             for i in prange(s.n_rows, schedule="static"):
                 pkv_step_norm(s, layer.attn_norm, i)
-            for i in prange(pkv_panels_for(layer.qkv.n), schedule="dynamic"):
-                pkv_step_qkv(s, layer, i)
+            for i in prange(qkv_groups, schedule="static"):
+                pkv_step_qkv(s, layer, i, qkv_groups)
             for i in prange(s.n_rows, schedule="static"):
                 pkv_step_rope_append(s, n, i)
             for i in prange(s.plan.n_run, schedule="dynamic"):
@@ -847,19 +854,19 @@ cdef void run_pass(const pkv_step *s, int n_threads) noexcept nogil:
             if s.plan.n_join > 0:
                 for i in prange(s.plan.n_join, schedule="static"):
                     pkv_step_join(s, i)
-            for i in prange(pkv_panels_for(layer.o.n), schedule="dynamic"):
-                pkv_step_attn_out(s, layer, i)
+            for i in prange(o_groups, schedule="static"):
+                pkv_step_attn_out(s, layer, i, o_groups)
             for i in prange(s.n_rows, schedule="static"):
                 pkv_step_norm(s, layer.ffn_norm, i)
-            for i in prange(pkv_panels_for(m.ffn_dim), schedule="dynamic"):
+            for i in prange(pkv_panels_for(m.ffn_dim), schedule="static"):
                 pkv_step_gate_up(s, layer, i, threadid())
-            for i in prange(pkv_panels_for(layer.down.n), schedule="dynamic"):
-                pkv_step_down(s, layer, i)
+            for i in prange(down_groups, schedule="static"):
+                pkv_step_down(s, layer, i, down_groups)
         for i in prange(s.n_out, schedule="static"):
             pkv_step_out_norm(s, i)
         if s.n_out > 0:
-            for i in prange(pkv_panels_for(m.vocab_size), schedule="dynamic"):
-                pkv_step_head(s, i)
+            for i in prange(head_groups, schedule="static"):
+                pkv_step_head(s, i, head_groups)
         pkv_fpenv_leave(saved)
 
 

@@ -67,14 +67,6 @@ static inline int64_t pkv_view_offset(const pkv_kv_view *kv, int64_t block, int6
 
 static inline int64_t pkv_min(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Ask for n_rows slices of one head ahead of their use. Paged rows of one head are short and strided, which
- * the hardware prefetcher does not follow. */
-static inline void pkv_prefetch_rows(const float *rows, int64_t row_stride, int64_t n_rows, int64_t head_dim) {
-    for (int64_t t = 0; t < n_rows; t++)
-        for (int64_t d = 0; d < head_dim; d += 16)
-            __builtin_prefetch(rows + t * row_stride + d, 0, 3);
-}
-
 /* Floats for the state of n_q query heads: max [n_q], sum [n_q], acc [n_q, head_dim]. */
 static inline int64_t pkv_attn_state_len(int64_t n_q, int64_t head_dim) { return n_q * (head_dim + 2); }
 
@@ -100,17 +92,17 @@ static inline void pkv_attn_chunk(const pkv_kernels *kernels, const pkv_attn_sha
         for (int64_t h = 0; h < item->n_kv_heads; h++) {
             int64_t kv_head = item->kv_head + h;
             const float *k = kv->k + pkv_view_offset(kv, t / kv->block_size, layer, kv_head, head_dim);
-            if (t + kv->block_size < end)
-                pkv_prefetch_rows(
-                    kv->k + pkv_view_offset(kv, t / kv->block_size + 1, layer, kv_head, head_dim),
-                    kv->row_stride, pkv_min(kv->block_size, end - t - kv->block_size), head_dim);
+            /* After this block comes the next one, and after the last one the first of V. */
+            const float *next = t + kv->block_size < end
+                                    ? kv->k + pkv_view_offset(kv, t / kv->block_size + 1, layer, kv_head, head_dim)
+                                    : kv->v + pkv_view_offset(kv, first / kv->block_size, layer, kv_head, head_dim);
             for (int64_t r = 0; r < item->n_rows; r++) {
                 int64_t n = pkv_min(kv->block_size,
                                     pkv_min(end, pkv_attn_row_visible(segment, item->row + r)) - t);
                 if (n > 0)
                     kernels->attn_scores(q + r * ldq + kv_head * group * head_dim, group, k, kv->row_stride, n,
                                          head_dim, shape->scale,
-                                         scores + (r * n_q + h * group) * PKV_CHUNK + (t - first), PKV_CHUNK);
+                                         scores + (r * n_q + h * group) * PKV_CHUNK + (t - first), PKV_CHUNK, next);
             }
         }
     }
@@ -126,17 +118,16 @@ static inline void pkv_attn_chunk(const pkv_kernels *kernels, const pkv_attn_sha
         for (int64_t h = 0; h < item->n_kv_heads; h++) {
             int64_t kv_head = item->kv_head + h;
             const float *v = kv->v + pkv_view_offset(kv, t / kv->block_size, layer, kv_head, head_dim);
-            if (t + kv->block_size < end)
-                pkv_prefetch_rows(
-                    kv->v + pkv_view_offset(kv, t / kv->block_size + 1, layer, kv_head, head_dim),
-                    kv->row_stride, pkv_min(kv->block_size, end - t - kv->block_size), head_dim);
+            const float *next = t + kv->block_size < end
+                                    ? kv->v + pkv_view_offset(kv, t / kv->block_size + 1, layer, kv_head, head_dim)
+                                    : v;
             for (int64_t r = 0; r < item->n_rows; r++) {
                 int64_t n = pkv_min(kv->block_size,
                                     pkv_min(end, pkv_attn_row_visible(segment, item->row + r)) - t);
                 if (n > 0)
                     kernels->attn_values(scores + (r * n_q + h * group) * PKV_CHUNK + (t - first), PKV_CHUNK,
                                          group, v, kv->row_stride, n, head_dim,
-                                         acc + (r * n_q + h * group) * head_dim);
+                                         acc + (r * n_q + h * group) * head_dim, next);
             }
         }
     }

@@ -32,9 +32,9 @@ typedef struct pkv_kernels {
     void (*matmul_f32)(const float *x, int64_t ldx, int64_t n_rows, const float *panels, int64_t panel_stride,
                        int64_t n_k, float *y, int64_t ldy, int64_t n_cols, int accumulate);
     void (*attn_scores)(const float *q, int64_t n_q, const float *k, int64_t ldk, int64_t n_k, int64_t head_dim,
-                        float scale, float *s, int64_t lds);
+                        float scale, float *s, int64_t lds, const float *next);
     void (*attn_values)(const float *p, int64_t ldp, int64_t n_q, const float *v, int64_t ldv, int64_t n_k,
-                        int64_t head_dim, float *acc);
+                        int64_t head_dim, float *acc, const float *next);
     void (*attn_merge)(float *max, float *sum, float *acc, float max_c, float sum_c, const float *acc_c,
                        int64_t head_dim);
     void (*attn_finish)(const float *acc, float sum, float *out, int64_t head_dim);

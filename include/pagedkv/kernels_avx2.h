@@ -262,7 +262,7 @@ static inline __m128 pkv_tree_sum_4_avx2(__m256 a, __m256 b, __m256 c, __m256 d)
 }
 
 static void pkv_attn_scores_f32_avx2(const float *q, int64_t n_q, const float *k, int64_t ldk, int64_t n_k,
-                                     int64_t head_dim, float scale, float *s, int64_t lds) {
+                                     int64_t head_dim, float scale, float *s, int64_t lds, const float *next) {
     const __m128 scale_f32x4 = _mm_set1_ps(scale);
     int64_t whole = head_dim & ~(int64_t)15;
     __m256i tail_low = pkv_tail_mask_avx2(head_dim - whole), tail_high = pkv_tail_mask_avx2(head_dim - whole - 8);
@@ -275,6 +275,9 @@ static void pkv_attn_scores_f32_avx2(const float *q, int64_t n_q, const float *k
             __m256 high_0 = low_0, high_1 = low_0, high_2 = low_0, high_3 = low_0;
             for (int64_t d = 0; d < whole; d += 16) {
                 __m256 q_low = _mm256_loadu_ps(q_h + d), q_high = _mm256_loadu_ps(q_h + d + 8);
+                if (d / 16 % n_q == h) /* the heads share out the asking */
+                    for (int t = 0; t < 4; t++)
+                        _mm_prefetch((const char *)(next + (t0 + t) * ldk + d), _MM_HINT_T1);
                 low_0 = _mm256_fmadd_ps(q_low, _mm256_loadu_ps(k_0 + d), low_0);
                 low_1 = _mm256_fmadd_ps(q_low, _mm256_loadu_ps(k_1 + d), low_1);
                 low_2 = _mm256_fmadd_ps(q_low, _mm256_loadu_ps(k_2 + d), low_2);
@@ -309,12 +312,15 @@ static void pkv_attn_scores_f32_avx2(const float *q, int64_t n_q, const float *k
 /* H heads at once over 32 elements of the head: H * 4 chains, the values loaded once for all of them. */
 #define PKV_VALUES_HEADS(H)                                                                                    \
     static inline void pkv_values_##H##heads_avx2(const float *p, int64_t ldp, const float *v, int64_t ldv,    \
-                                                  int64_t n_k, int64_t head_dim, float *acc) {                 \
+                                                  int64_t n_k, int64_t head_dim, float *acc,                   \
+                                                  const float *next) {                                         \
         __m256 a[H][4], p_t[H];                                                                                \
         _Pragma("GCC unroll 4") for (int h = 0; h < H; h++)                                                    \
             _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)                                                \
                 a[h][c] = _mm256_loadu_ps(acc + h * head_dim + 8 * c);                                         \
         for (int64_t t = 0; t < n_k; t++) {                                                                    \
+            _mm_prefetch((const char *)(next + t * ldv + 16 * 0), _MM_HINT_T1);                                \
+            _mm_prefetch((const char *)(next + t * ldv + 16 * 1), _MM_HINT_T1);                                \
             _Pragma("GCC unroll 4") for (int h = 0; h < H; h++) p_t[h] = _mm256_broadcast_ss(p + h * ldp + t); \
             _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++) {                                              \
                 __m256 v_c = _mm256_loadu_ps(v + t * ldv + 8 * c);                                             \
@@ -332,16 +338,16 @@ PKV_VALUES_HEADS(3)
 #undef PKV_VALUES_HEADS
 
 static void pkv_attn_values_f32_avx2(const float *p, int64_t ldp, int64_t n_q, const float *v, int64_t ldv,
-                                     int64_t n_k, int64_t head_dim, float *acc) {
+                                     int64_t n_k, int64_t head_dim, float *acc, const float *next) {
     int64_t d = 0;
     for (; d + 32 <= head_dim; d += 32) {
         int64_t h = 0;
         for (; n_q - h >= 3; h += 3)
-            pkv_values_3heads_avx2(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d);
+            pkv_values_3heads_avx2(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
         if (n_q - h == 2)
-            pkv_values_2heads_avx2(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d);
+            pkv_values_2heads_avx2(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
         else if (n_q - h == 1)
-            pkv_values_1heads_avx2(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d);
+            pkv_values_1heads_avx2(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
     }
     for (; d < head_dim; d += 8) {
         __m256i live = pkv_tail_mask_avx2(head_dim - d < 8 ? head_dim - d : 8);

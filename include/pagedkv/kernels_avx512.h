@@ -157,28 +157,36 @@ static void pkv_add_f32_avx512(float *y, const float *x, int64_t n) {
     }
 }
 
-/* R rows of one panel: R * 2 accumulators stay in registers over all of k. 12 rows fill 24 of the 32
- * registers and leave room for the panel's two and the broadcast: past the 8 chains that hide the FMA's
- * latency, and few enough that nothing spills. */
-#define PKV_MAX_ROWS_AVX512 12
+/* R rows of one panel: R * 2 accumulators stay in registers over all of k. 11 rows fill 22 of the 32
+ * registers: past the 8 chains that hide the FMA's latency, and with row pointers that still fit the general
+ * registers (a 12th row costs 4%, measured). Meanwhile two lines are asked for at each k, `ahead` moving by
+ * ahead_step: what the next tile or panel will read. */
+#define PKV_MAX_ROWS_AVX512 11
+
+/* Floats that a lone tile asks for ahead of its own place in the stream: 4 KiB, past the page that the
+ * hardware prefetcher stops at. */
+#define PKV_AHEAD_AVX512 1024
+
 #define PKV_MATMUL_ROWS(R)                                                                                     \
     static void pkv_matmul_##R##rows_avx512(const float *x, int64_t ldx, const float *panel, int64_t n_k,      \
-                                            float *y, int64_t ldy, __mmask16 live_0, __mmask16 live_1,         \
-                                            int accumulate) {                                                  \
+                                            const float *ahead, int64_t ahead_step, float *y, int64_t ldy,     \
+                                            __mmask16 live_0, __mmask16 live_1, int accumulate) {              \
         __m512 acc[R][2];                                                                                      \
-        for (int m = 0; m < R; m++) {                                                                          \
+        _Pragma("GCC unroll 11") for (int m = 0; m < R; m++) {                                                 \
             acc[m][0] = accumulate ? _mm512_maskz_loadu_ps(live_0, y + m * ldy) : _mm512_setzero_ps();         \
             acc[m][1] = accumulate ? _mm512_maskz_loadu_ps(live_1, y + m * ldy + 16) : _mm512_setzero_ps();    \
         }                                                                                                      \
         for (int64_t k = 0; k < n_k; k++) {                                                                    \
             __m512 w_0 = _mm512_load_ps(panel + k * PKV_PANEL), w_1 = _mm512_load_ps(panel + k * PKV_PANEL + 16);\
-            for (int m = 0; m < R; m++) {                                                                      \
+            _mm_prefetch((const char *)(ahead + k * ahead_step), _MM_HINT_T1);                                 \
+            _mm_prefetch((const char *)(ahead + k * ahead_step + 16), _MM_HINT_T1);                            \
+            _Pragma("GCC unroll 11") for (int m = 0; m < R; m++) {                                             \
                 __m512 x_k = _mm512_set1_ps(x[m * ldx + k]);                                                   \
                 acc[m][0] = _mm512_fmadd_ps(x_k, w_0, acc[m][0]);                                              \
                 acc[m][1] = _mm512_fmadd_ps(x_k, w_1, acc[m][1]);                                              \
             }                                                                                                  \
         }                                                                                                      \
-        for (int m = 0; m < R; m++) {                                                                          \
+        _Pragma("GCC unroll 11") for (int m = 0; m < R; m++) {                                                 \
             _mm512_mask_storeu_ps(y + m * ldy, live_0, acc[m][0]);                                             \
             _mm512_mask_storeu_ps(y + m * ldy + 16, live_1, acc[m][1]);                                        \
         }                                                                                                      \
@@ -194,18 +202,17 @@ PKV_MATMUL_ROWS(8)
 PKV_MATMUL_ROWS(9)
 PKV_MATMUL_ROWS(10)
 PKV_MATMUL_ROWS(11)
-PKV_MATMUL_ROWS(12)
 #undef PKV_MATMUL_ROWS
 
 static void pkv_matmul_f32_avx512(const float *x, int64_t ldx, int64_t n_rows, const float *panels,
                                   int64_t panel_stride, int64_t n_k, float *y, int64_t ldy, int64_t n_cols,
                                   int accumulate) {
-    typedef void (*rows_fn)(const float *, int64_t, const float *, int64_t, float *, int64_t, __mmask16, __mmask16,
-                            int);
+    typedef void (*rows_fn)(const float *, int64_t, const float *, int64_t, const float *, int64_t, float *,
+                            int64_t, __mmask16, __mmask16, int);
     static const rows_fn by_rows[PKV_MAX_ROWS_AVX512] = {
         pkv_matmul_1rows_avx512, pkv_matmul_2rows_avx512,  pkv_matmul_3rows_avx512,  pkv_matmul_4rows_avx512,
         pkv_matmul_5rows_avx512, pkv_matmul_6rows_avx512,  pkv_matmul_7rows_avx512,  pkv_matmul_8rows_avx512,
-        pkv_matmul_9rows_avx512, pkv_matmul_10rows_avx512, pkv_matmul_11rows_avx512, pkv_matmul_12rows_avx512};
+        pkv_matmul_9rows_avx512, pkv_matmul_10rows_avx512, pkv_matmul_11rows_avx512};
     /* Equal tiles: 13 rows run as 7 and 6, since a tile of one row would wait for its two chains. */
     int64_t n_tiles = (n_rows + PKV_MAX_ROWS_AVX512 - 1) / PKV_MAX_ROWS_AVX512;
     for (int64_t j = 0; j < n_cols; j += PKV_PANEL, panels += panel_stride) {
@@ -214,7 +221,16 @@ static void pkv_matmul_f32_avx512(const float *x, int64_t ldx, int64_t n_rows, c
         __mmask16 live_1 = width >= 32 ? (__mmask16)0xFFFF : width <= 16 ? 0 : pkv_tail_mask_avx512(width - 16);
         for (int64_t tile = 0; tile < n_tiles; tile++) {
             int64_t m = n_rows * tile / n_tiles, rows = n_rows * (tile + 1) / n_tiles - m;
-            by_rows[rows - 1](x + m * ldx, ldx, panels, n_k, y + m * ldy + j, ldy, live_0, live_1, accumulate);
+            /* One tile: its own stream comes from memory. Several: all but the first find the panel in L2, and
+             * the tiles share out the fetching of the next panel. */
+            const float *ahead = panels + PKV_AHEAD_AVX512;
+            int64_t ahead_step = PKV_PANEL;
+            if (n_tiles > 1) {
+                ahead = panels + panel_stride + n_k * tile / n_tiles * PKV_PANEL;
+                ahead_step = (PKV_PANEL + n_tiles - 1) / n_tiles;
+            }
+            by_rows[rows - 1](x + m * ldx, ldx, panels, n_k, ahead, ahead_step, y + m * ldy + j, ldy, live_0,
+                              live_1, accumulate);
         }
     }
 }
@@ -239,7 +255,7 @@ static inline __m512 pkv_tree_sum_16_avx512(const __m512 *lanes) {
 }
 
 static void pkv_attn_scores_f32_avx512(const float *q, int64_t n_q, const float *k, int64_t ldk, int64_t n_k,
-                                       int64_t head_dim, float scale, float *s, int64_t lds) {
+                                       int64_t head_dim, float scale, float *s, int64_t lds, const float *next) {
     const __m512 scale_f32x16 = _mm512_set1_ps(scale);
     int64_t whole = head_dim & ~(int64_t)15;
     __mmask16 tail = pkv_tail_mask_avx512(head_dim - whole);
@@ -254,6 +270,9 @@ static void pkv_attn_scores_f32_avx512(const float *q, int64_t n_q, const float 
                     lanes[t] = _mm512_setzero_ps();
                 for (int64_t d = 0; d < whole; d += 16) {
                     __m512 q_d = _mm512_loadu_ps(q_h + d);
+                    if (d / 16 % n_q == h) /* the heads share out the asking */
+                        for (int t = 0; t < 16; t++)
+                            _mm_prefetch((const char *)(next + (t0 + t) * ldk + d), _MM_HINT_T1);
                     for (int t = 0; t < 16; t++)
                         lanes[t] = _mm512_fmadd_ps(q_d, _mm512_loadu_ps(k_t + t * ldk + d), lanes[t]);
                 }
@@ -275,7 +294,8 @@ static void pkv_attn_scores_f32_avx512(const float *q, int64_t n_q, const float 
 /* H heads at once over 64 elements of the head: H * 4 chains, the values loaded once for all of them. */
 #define PKV_VALUES_HEADS(H)                                                                                    \
     static inline void pkv_values_##H##heads_avx512(const float *p, int64_t ldp, const float *v, int64_t ldv,  \
-                                                    int64_t n_k, int64_t head_dim, float *acc) {               \
+                                                    int64_t n_k, int64_t head_dim, float *acc,                 \
+                                                    const float *next) {                                       \
         __m512 a[H][4];                                                                                        \
         for (int h = 0; h < H; h++)                                                                            \
             for (int i = 0; i < 4; i++)                                                                        \
@@ -284,6 +304,8 @@ static void pkv_attn_scores_f32_avx512(const float *q, int64_t n_q, const float 
             const float *v_t = v + t * ldv;                                                                    \
             __m512 v_0 = _mm512_loadu_ps(v_t), v_1 = _mm512_loadu_ps(v_t + 16);                                \
             __m512 v_2 = _mm512_loadu_ps(v_t + 32), v_3 = _mm512_loadu_ps(v_t + 48);                           \
+            for (int i = 0; i < 4; i++)                                                                        \
+                _mm_prefetch((const char *)(next + t * ldv + 16 * i), _MM_HINT_T1);                            \
             for (int h = 0; h < H; h++) {                                                                      \
                 __m512 p_t = _mm512_set1_ps(p[h * ldp + t]);                                                   \
                 a[h][0] = _mm512_fmadd_ps(p_t, v_0, a[h][0]);                                                  \
@@ -303,18 +325,18 @@ PKV_VALUES_HEADS(4)
 #undef PKV_VALUES_HEADS
 
 static void pkv_attn_values_f32_avx512(const float *p, int64_t ldp, int64_t n_q, const float *v, int64_t ldv,
-                                       int64_t n_k, int64_t head_dim, float *acc) {
+                                       int64_t n_k, int64_t head_dim, float *acc, const float *next) {
     int64_t d = 0;
     for (; d + 64 <= head_dim; d += 64) {
         int64_t h = 0;
         for (; n_q - h >= 4; h += 4)
-            pkv_values_4heads_avx512(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d);
+            pkv_values_4heads_avx512(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
         if (n_q - h == 3)
-            pkv_values_3heads_avx512(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d);
+            pkv_values_3heads_avx512(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
         else if (n_q - h == 2)
-            pkv_values_2heads_avx512(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d);
+            pkv_values_2heads_avx512(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
         else if (n_q - h == 1)
-            pkv_values_1heads_avx512(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d);
+            pkv_values_1heads_avx512(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
     }
     for (; d < head_dim; d += 16) {
         __mmask16 live = head_dim - d >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(head_dim - d);

@@ -76,17 +76,42 @@ typedef struct pkv_step {
 static inline int64_t pkv_q_dim(const pkv_model *m) { return m->attn.n_heads * m->attn.head_dim; }
 static inline int64_t pkv_kv_dim(const pkv_model *m) { return m->attn.n_kv_heads * m->attn.head_dim; }
 
-/* Columns [32 * panel, ...) of y = x W^T for all rows; y has row stride ldy and starts at column 0.
- * Returns the number of columns. */
-static inline int64_t pkv_matmul_panel(const pkv_kernels *kernels, const float *x, int64_t ldx, int64_t n_rows,
-                                       const pkv_weight *w, int64_t panel, float *y, int64_t ldy) {
-    int64_t n_cols = pkv_min(PKV_PANEL, w->n - panel * PKV_PANEL);
-    const float *p = w->panels + pkv_panel_offset(panel, w->k);
-    int64_t tile = n_rows > 12 ? PKV_K_TILE : w->k; /* few rows: x fits L1 anyway, one pass */
-    for (int64_t k = 0; k < w->k; k += tile)
-        kernels->matmul_f32(x + k, ldx, n_rows, p + k * PKV_PANEL, 0, pkv_min(tile, w->k - k),
-                            y + panel * PKV_PANEL, ldy, n_cols, k > 0);
-    return n_cols;
+/* Bytes of packed weights that one task takes through all rows: a part of L2, beside the rows. */
+#define PKV_GROUP_NBYTES (384 * 1024)
+
+/* Up to this many rows x fits the cache at any k, and the sums need not leave the registers. */
+#define PKV_FEW_ROWS 11
+
+/* Rows that pass over a group of panels together: their x stays in L2 while they do. */
+#define PKV_ROW_BLOCK 110
+
+/* Groups that n_panels panels of depth k are cut into for n_threads threads: equal to within one panel, a
+ * multiple of the threads, each within PKV_GROUP_NBYTES where that is at least a panel. */
+static inline int64_t pkv_n_groups(int64_t n_panels, int64_t k, int64_t n_threads) {
+    int64_t most = PKV_GROUP_NBYTES / (k * PKV_PANEL * (int64_t)sizeof(float));
+    int64_t rounds = (n_panels - 1) / (n_threads * (most < 1 ? 1 : most)) + 1;
+    return pkv_min(n_panels, n_threads * (rounds < 2 ? 2 : rounds));
+}
+
+/* First panel of group i; group n_groups would begin at n_panels. */
+static inline int64_t pkv_group_begin(int64_t i, int64_t n_groups, int64_t n_panels) {
+    return i * n_panels / n_groups;
+}
+
+/* Columns of panels [begin, end) of y = x W^T for all rows; y has row stride ldy and starts at the first of
+ * these columns. */
+static inline void pkv_matmul_panels(const pkv_kernels *kernels, const float *x, int64_t ldx, int64_t n_rows,
+                                     const pkv_weight *w, int64_t begin, int64_t end, float *y, int64_t ldy) {
+    int64_t n_cols = pkv_min((end - begin) * PKV_PANEL, w->n - begin * PKV_PANEL);
+    const float *panels = w->panels + pkv_panel_offset(begin, w->k);
+    int64_t n_blocks = (n_rows + PKV_ROW_BLOCK - 1) / PKV_ROW_BLOCK;
+    int64_t tile = n_rows > PKV_FEW_ROWS ? PKV_K_TILE : w->k;
+    for (int64_t i = 0; i < n_blocks; i++) {
+        int64_t m = n_rows * i / n_blocks, rows = n_rows * (i + 1) / n_blocks - m;
+        for (int64_t k = 0; k < w->k; k += tile)
+            kernels->matmul_f32(x + m * ldx + k, ldx, rows, panels + k * PKV_PANEL, pkv_panel_offset(1, w->k),
+                                pkv_min(tile, w->k - k), y + m * ldy, ldy, n_cols, k > 0);
+    }
 }
 
 /* Row i: the token's embedding, read out of the packed matrix, and the rotation of its position. */
@@ -105,13 +130,15 @@ static inline void pkv_step_norm(const pkv_step *s, const float *gamma, int64_t 
     s->kernels->rmsnorm(s->x + i * n, gamma, s->model->norm_eps, s->normed + i * n, n);
 }
 
-/* One panel of Q, K and V. */
-static inline void pkv_step_qkv(const pkv_step *s, const pkv_layer *layer, int64_t panel) {
-    int64_t n_cols = pkv_matmul_panel(s->kernels, s->normed, s->model->hidden_dim, s->n_rows, &layer->qkv, panel,
-                                      s->qkv, layer->qkv.n);
+/* One group of panels of Q, K and V. */
+static inline void pkv_step_qkv(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups) {
+    int64_t n = layer->qkv.n, n_panels = pkv_panels_for(n);
+    int64_t begin = pkv_group_begin(group, n_groups, n_panels), end = pkv_group_begin(group + 1, n_groups, n_panels);
+    int64_t col = begin * PKV_PANEL, n_cols = pkv_min(end * PKV_PANEL, n) - col;
+    pkv_matmul_panels(s->kernels, s->normed, s->model->hidden_dim, s->n_rows, &layer->qkv, begin, end, s->qkv + col, n);
     if (layer->qkv_bias)
         for (int64_t i = 0; i < s->n_rows; i++)
-            s->kernels->add(s->qkv + i * layer->qkv.n + panel * PKV_PANEL, layer->qkv_bias + panel * PKV_PANEL, n_cols);
+            s->kernels->add(s->qkv + i * n + col, layer->qkv_bias + col, n_cols);
 }
 
 /* Row i: rotate its Q and K by its position, and write K and V into its sequence. The step has reserved the
@@ -139,15 +166,19 @@ static inline void pkv_step_join(const pkv_step *s, int64_t item) {
     pkv_attn_join(s->kernels, &s->model->attn, &s->plan.join[item], s->attn, pkv_q_dim(s->model), s->partials);
 }
 
-/* One panel of a projection back into the residual stream: x += in W^T. */
-static inline void pkv_step_project(const pkv_step *s, const pkv_weight *w, const float *in, int64_t panel) {
-    int64_t n_cols = pkv_matmul_panel(s->kernels, in, w->k, s->n_rows, w, panel, s->proj, w->n);
+/* One group of panels of a projection back into the residual stream: x += in W^T. */
+static inline void pkv_step_project(const pkv_step *s, const pkv_weight *w, const float *in, int64_t group,
+                                    int64_t n_groups) {
+    int64_t n_panels = pkv_panels_for(w->n);
+    int64_t begin = pkv_group_begin(group, n_groups, n_panels), end = pkv_group_begin(group + 1, n_groups, n_panels);
+    int64_t col = begin * PKV_PANEL, n_cols = pkv_min(end * PKV_PANEL, w->n) - col;
+    pkv_matmul_panels(s->kernels, in, w->k, s->n_rows, w, begin, end, s->proj + col, w->n);
     for (int64_t i = 0; i < s->n_rows; i++)
-        s->kernels->add(s->x + i * w->n + panel * PKV_PANEL, s->proj + i * w->n + panel * PKV_PANEL, n_cols);
+        s->kernels->add(s->x + i * w->n + col, s->proj + i * w->n + col, n_cols);
 }
 
-static inline void pkv_step_attn_out(const pkv_step *s, const pkv_layer *layer, int64_t panel) {
-    pkv_step_project(s, &layer->o, s->attn, panel);
+static inline void pkv_step_attn_out(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups) {
+    pkv_step_project(s, &layer->o, s->attn, group, n_groups);
 }
 
 /* One panel of gate and its twin of up, through SwiGLU, while both are in the cache. */
@@ -155,17 +186,15 @@ static inline void pkv_step_gate_up(const pkv_step *s, const pkv_layer *layer, i
     const pkv_model *m = s->model;
     float *both = s->thread + thread * s->thread_len; /* [n_rows, 2 * PKV_PANEL] */
     int64_t n_cols = pkv_min(PKV_PANEL, m->ffn_dim - panel * PKV_PANEL);
-    pkv_weight pair = {layer->gate_up.panels + pkv_panel_offset(2 * panel, m->hidden_dim), 2 * PKV_PANEL,
-                       m->hidden_dim};
-    for (int64_t half = 0; half < 2; half++)
-        pkv_matmul_panel(s->kernels, s->normed, m->hidden_dim, s->n_rows, &pair, half, both, 2 * PKV_PANEL);
+    pkv_matmul_panels(s->kernels, s->normed, m->hidden_dim, s->n_rows, &layer->gate_up, 2 * panel, 2 * panel + 2, both,
+                      2 * PKV_PANEL);
     for (int64_t i = 0; i < s->n_rows; i++)
         s->kernels->swiglu(both + i * 2 * PKV_PANEL, both + i * 2 * PKV_PANEL + PKV_PANEL,
                            s->ffn + i * m->ffn_dim + panel * PKV_PANEL, n_cols);
 }
 
-static inline void pkv_step_down(const pkv_step *s, const pkv_layer *layer, int64_t panel) {
-    pkv_step_project(s, &layer->down, s->ffn, panel);
+static inline void pkv_step_down(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups) {
+    pkv_step_project(s, &layer->down, s->ffn, group, n_groups);
 }
 
 /* Output row i: the last norm, into the first n_out rows of normed. */
@@ -174,9 +203,12 @@ static inline void pkv_step_out_norm(const pkv_step *s, int64_t i) {
     s->kernels->rmsnorm(s->x + s->out_row[i] * n, s->model->out_norm, s->model->norm_eps, s->normed + i * n, n);
 }
 
-static inline void pkv_step_head(const pkv_step *s, int64_t panel) {
-    pkv_matmul_panel(s->kernels, s->normed, s->model->hidden_dim, s->n_out, &s->model->head, panel, s->logits,
-                     s->model->vocab_size);
+static inline void pkv_step_head(const pkv_step *s, int64_t group, int64_t n_groups) {
+    const pkv_model *m = s->model;
+    int64_t n_panels = pkv_panels_for(m->vocab_size);
+    int64_t begin = pkv_group_begin(group, n_groups, n_panels), end = pkv_group_begin(group + 1, n_groups, n_panels);
+    pkv_matmul_panels(s->kernels, s->normed, m->hidden_dim, s->n_out, &m->head, begin, end,
+                      s->logits + begin * PKV_PANEL, m->vocab_size);
 }
 
 /* Floats of scratch one thread needs. */
