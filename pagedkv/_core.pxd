@@ -176,7 +176,13 @@ cdef class SequenceCore:
     cdef object write_error(self, pkv_status status, int64_t n)
 
 
+cdef class Arena:
+    cdef char *block
+    cdef size_t n_bytes, n_used
+
+
 cdef class PackedWeight:
+    cdef Arena arena                 # owner of the memory
     cdef float *panels
     cdef readonly int64_t n, k
     cdef size_t n_bytes

@@ -421,24 +421,48 @@ cdef class SequenceCore:
 # ---------------------------------------------------------------------------------------------------
 # Operations on arrays. pagedkv/ops.py hands over C-contiguous float32.
 
+CHUNK, PANEL = PKV_CHUNK, PKV_PANEL
+
+
+cdef int64_t packed_nbytes(int64_t n, int64_t k) except -1:
+    cdef int64_t size = sizeof(float)
+    if n <= 0 or k <= 0:
+        raise error(f"a weight needs positive dimensions, not [{n}, {k}]", (PkvStatus.PKV_ERR_BAD_DIM,))
+    if not (pkv_mul_size(size, PKV_PANEL, &size) and pkv_mul_size(size, k, &size)
+            and pkv_mul_size(size, pkv_panels_for(n), &size)):
+        raise MemoryError(f"a weight of [{n}, {k}] does not fit one address space")
+    return size
+
+
+cdef class Arena:
+    """One block of memory for many packed weights, one after the other in their order of use.
+
+    Apart, most would be too small for huge pages, and the fetching ahead would end with each."""
+
+    def __cinit__(self, list shapes):
+        for n, k in shapes:
+            self.n_bytes += packed_nbytes(n, k)
+        self.block = <char *>pkv_mem_alloc(self.n_bytes)
+        if self.block is NULL:
+            raise MemoryError(f"no memory for {self.n_bytes} bytes of weights")
+
+    def __dealloc__(self):
+        pkv_mem_free(self.block, self.n_bytes)
+
+
 cdef class PackedWeight:
     """A matrix ``[n, k]`` in the kernels' panels, made by :func:`pagedkv.pack`."""
 
-    def __init__(self, int64_t n, int64_t k):
-        cdef int64_t size = sizeof(float)
+    def __init__(self, int64_t n, int64_t k, Arena arena=None):
+        cdef size_t n_bytes = packed_nbytes(n, k)
         if self.panels is not NULL:
             raise RuntimeError("a packed weight is initialised once")
-        if n <= 0 or k <= 0:
-            raise error(f"a weight needs positive dimensions, not [{n}, {k}]", (PkvStatus.PKV_ERR_BAD_DIM,))
-        if not (pkv_mul_size(size, PKV_PANEL * k, &size) and pkv_mul_size(size, pkv_panels_for(n), &size)):
-            raise MemoryError(f"a weight of [{n}, {k}] does not fit one address space")
-        self.panels = <float *>pkv_mem_alloc(size)
-        if self.panels is NULL:
-            raise MemoryError(f"no memory for a weight of [{n}, {k}]")
-        self.n, self.k, self.n_bytes = n, k, size
-
-    def __dealloc__(self):
-        pkv_mem_free(self.panels, self.n_bytes)
+        self.arena = Arena([(n, k)]) if arena is None else arena
+        if n_bytes > self.arena.n_bytes - self.arena.n_used:
+            raise error(f"the arena has no place for a weight of [{n}, {k}]", (PkvStatus.PKV_ERR_BAD_DIM,))
+        self.panels = <float *>(self.arena.block + self.arena.n_used)
+        self.arena.n_used += n_bytes
+        self.n, self.k, self.n_bytes = n, k, n_bytes
 
     @property
     def shape(self):

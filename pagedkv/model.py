@@ -35,9 +35,14 @@ def _available_nbytes():
         return 4 << 30
 
 
-def _packed(*parts):
+def _pad(n):
+    """Rows of whole panels that hold `n` rows."""
+    return -(-n // _core.PANEL) * _core.PANEL
+
+
+def _packed(arena, *parts):
     """One packed matrix from row-wise parts."""
-    packed = _core.PackedWeight(sum(part.shape[0] for part in parts), parts[0].shape[1])
+    packed = _core.PackedWeight(sum(part.shape[0] for part in parts), parts[0].shape[1], arena)
     row = 0
     for part in parts:
         packed._fill(part.float32(), row)
@@ -45,13 +50,20 @@ def _packed(*parts):
     return packed
 
 
-def _packed_pair(gate, up):
+def _packed_pair(arena, gate, up):
     """Gate and up in turn, panel by panel, each padded to whole panels."""
-    panels = -(-gate.shape[0] // 32)
-    packed = _core.PackedWeight(2 * panels * 32, gate.shape[1])
+    packed = _core.PackedWeight(2 * _pad(gate.shape[0]), gate.shape[1], arena)
     packed._fill(gate.float32(), 0, 0, 2)
     packed._fill(up.float32(), 0, 1, 2)
     return packed
+
+
+def _arena(config):
+    """Room for all packed weights, in the order in which :meth:`LlamaModel.from_file` takes it."""
+    c, q_dim = config, config.n_heads * config.head_dim
+    layer = [(q_dim + 2 * c.kv_dim, c.hidden_dim), (c.hidden_dim, q_dim), (2 * _pad(c.ffn_dim), c.hidden_dim),
+             (c.hidden_dim, c.ffn_dim)]
+    return _core.Arena(c.n_layers * layer + [(c.vocab_size, c.hidden_dim)] * (1 if c.tied_embeddings else 2))
 
 
 class LlamaModel:
@@ -114,6 +126,7 @@ class LlamaModel:
         def vector(name):
             return file.tensor(name).float32()
 
+        arena = _arena(config)
         layers = []
         for i in range(config.n_layers):
             prefix = f"model.layers.{i}."
@@ -123,13 +136,14 @@ class LlamaModel:
                 "ffn_norm": vector(prefix + "post_attention_layernorm.weight"),
                 "qkv_bias": np.concatenate([vector(f"{attention}{x}_proj.bias") for x in "qkv"])
                 if config.qkv_bias else None,
-                "qkv": _packed(*(file.tensor(f"{attention}{x}_proj.weight") for x in "qkv")),
-                "o": _packed(file.tensor(attention + "o_proj.weight")),
-                "gate_up": _packed_pair(file.tensor(mlp + "gate_proj.weight"), file.tensor(mlp + "up_proj.weight")),
-                "down": _packed(file.tensor(mlp + "down_proj.weight")),
+                "qkv": _packed(arena, *(file.tensor(f"{attention}{x}_proj.weight") for x in "qkv")),
+                "o": _packed(arena, file.tensor(attention + "o_proj.weight")),
+                "gate_up": _packed_pair(arena, file.tensor(mlp + "gate_proj.weight"),
+                                        file.tensor(mlp + "up_proj.weight")),
+                "down": _packed(arena, file.tensor(mlp + "down_proj.weight")),
             })
-        embedding = _packed(file.tensor("model.embed_tokens.weight"))
-        head = embedding if config.tied_embeddings else _packed(file.tensor("lm_head.weight"))
+        embedding = _packed(arena, file.tensor("model.embed_tokens.weight"))
+        head = embedding if config.tied_embeddings else _packed(arena, file.tensor("lm_head.weight"))
         inv_freq = rope_inv_freq(config.rope_theta, config.rope_dim, config.rope_scaling, config.rope_factor,
                                  config.rope_low_freq_factor, config.rope_high_freq_factor,
                                  config.rope_original_context_len, config.rope_freq_factors)

@@ -119,6 +119,14 @@ def test_splits_match_the_published_rules(pre):
     check()
 
 
+def test_llama3_takes_known_words_whole():
+    """Its vocabulary has words that no merge makes (ignore_merges in its tokenizer.json)."""
+    tokens = [*byte_level_metadata()["tokenizer.ggml.tokens"], "aaaa"]
+    for pre, n_ids in (("llama-bpe", 1), ("qwen2", 2)):
+        metadata = byte_level_metadata(pre, tokens=tokens, token_type=None, add_bos_token=False)
+        assert len(Tokenizer.from_gguf_metadata(metadata).encode("aaaa")) == n_ids
+
+
 def test_names_of_one_split_are_one_split():
     text = "a11a '!S  1"
     ids = {
@@ -319,6 +327,11 @@ def test_invalid_bytes_become_replacement_characters(both_kinds):
         assert stream.push(byte(0xC3)) == "" and stream.finish() == "\ufffd" and stream.finish() == ""
         with pytest.raises(ValueError, match="finished"):
             stream.push(byte(0x41))
+    # A character cut after its second byte: one U+FFFD in Python, Rust and byte-level decoders,
+    # one a byte in SentencePiece, where every byte is a token.
+    cut = (0xE6, 0x97)
+    assert both_kinds[0].decode(cut) == "\ufffd"
+    assert both_kinds[1].decode([byte + 3 for byte in cut]) == "\ufffd\ufffd"
 
 
 def test_push_of_a_bad_id_changes_nothing(both_kinds):
@@ -534,6 +547,12 @@ def test_directory_chat_templates(directory):
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "<beg>Hi"
     assert tokenizer.apply_chat_template(messages)[0] == tokenizer.bos_token_id
     assert tokenizer.apply_chat_template(messages).count(tokenizer.bos_token_id) == 1
+
+    # The template decides: on a model that puts a BOS before plain text, one without stays without.
+    config |= {"chat_template": "{{ messages[0].content }}", "add_bos_token": True}
+    silent = Tokenizer.from_directory(directory(tokenizer_config=config))
+    assert silent.encode("Hi")[0] == silent.bos_token_id
+    assert silent.bos_token_id not in silent.apply_chat_template(messages)
 
     config["chat_template"] = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     directory(tokenizer_config=config)
