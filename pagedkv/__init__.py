@@ -2,7 +2,7 @@
 
 import os as _os
 
-from pagedkv import threads as _threads  # first: sets the thread count and the instruction set
+from pagedkv.threads import set_num_threads  # isort: skip  (first: it loads the core)
 from pagedkv._core import (
     ApStatus,
     Blk4Status,
@@ -13,7 +13,6 @@ from pagedkv._core import (
     available_isas,
     get_num_threads,
     isa,
-    set_num_threads,
 )
 from pagedkv.attention import attention, paged_attention
 from pagedkv.config import LlamaConfig

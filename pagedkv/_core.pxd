@@ -166,13 +166,15 @@ cdef class PoolCore:
     cdef readonly object _lock       # serialises all calls on this pool
     cdef list orphans                # sequences dropped while the lock was held: freed at the next call
     cdef void reap(self)
+    cdef void try_reap(self)
     cdef view(self, float *data)
 
 
 cdef class SequenceCore:
     cdef pkv_seq *ptr                # NULL before _open and after free
     cdef readonly PoolCore pool
-    cdef int check_open(self) except -1
+    cdef object lock(self)
+    cdef int enter(self) except -1
     cdef object write_error(self, pkv_status status, int64_t n)
 
 

@@ -39,23 +39,23 @@ class Status(IntEnum):
 
 PkvStatus = Status("PkvStatus", {
     "PKV_OK": PKV_OK, "PKV_ERR_NULL": PKV_ERR_NULL, "PKV_ERR_BAD_DIM": PKV_ERR_BAD_DIM,
-    "PKV_ERR_EXHAUST": PKV_ERR_EXHAUST, "PKV_ERR_BOUNDS": PKV_ERR_BOUNDS})
+    "PKV_ERR_EXHAUST": PKV_ERR_EXHAUST, "PKV_ERR_BOUNDS": PKV_ERR_BOUNDS}, module=__name__)
 ApStatus = Status("ApStatus", {
     "AP_OK": AP_OK, "AP_ERR_BAD_DIM": AP_ERR_BAD_DIM, "AP_ERR_BAD_GQA": AP_ERR_BAD_GQA,
-    "AP_ERR_SEQ": AP_ERR_SEQ})
+    "AP_ERR_SEQ": AP_ERR_SEQ}, module=__name__)
 Blk4Status = Status("Blk4Status", {
     "BLK4_OK": BLK4_OK, "BLK4_ERR_BAD_DIM": BLK4_ERR_BAD_DIM, "BLK4_ERR_NULL": BLK4_ERR_NULL,
-    "BLK4_ERR_CACHE": BLK4_ERR_CACHE})
+    "BLK4_ERR_CACHE": BLK4_ERR_CACHE}, module=__name__)
 Stk4Status = Status("Stk4Status", {
     "STK4_OK": STK4_OK, "STK4_ERR_BAD_DIM": STK4_ERR_BAD_DIM, "STK4_ERR_NULL": STK4_ERR_NULL,
-    "STK4_ERR_LAYER": STK4_ERR_LAYER})
+    "STK4_ERR_LAYER": STK4_ERR_LAYER}, module=__name__)
 Flv4Status = Status("Flv4Status", {
     "FLV4_OK": FLV4_OK, "FLV4_ERR_NULL": FLV4_ERR_NULL, "FLV4_ERR_BAD_DIM": FLV4_ERR_BAD_DIM,
-    "FLV4_ERR_TOKEN": FLV4_ERR_TOKEN, "FLV4_ERR_STACK": FLV4_ERR_STACK})
+    "FLV4_ERR_TOKEN": FLV4_ERR_TOKEN, "FLV4_ERR_STACK": FLV4_ERR_STACK}, module=__name__)
 KvaStatus = Status("KvaStatus", {
     "KVA_OK": KVA_OK, "KVA_ERR_EMPTY_SHAPE": KVA_ERR_EMPTY_SHAPE, "KVA_ERR_RANGE": KVA_ERR_RANGE,
     "KVA_ERR_ELEMENT_COUNT_OVERFLOW": KVA_ERR_ELEMENT_COUNT_OVERFLOW,
-    "KVA_ERR_UNSUPPORTED_DTYPE": KVA_ERR_UNSUPPORTED_DTYPE})
+    "KVA_ERR_UNSUPPORTED_DTYPE": KVA_ERR_UNSUPPORTED_DTYPE}, module=__name__)
 
 cdef dict EXCEPTION_OF = {
     PkvStatus.PKV_ERR_NULL.name: errors.NullError,
@@ -94,11 +94,8 @@ cdef bint TEAM_STARTED = False
 cdef bint FORKED = False
 
 
-def set_num_threads(int n):
-    """Use at most `n` threads in every later call (``n >= 1``)."""
+def _set_num_threads(int n):
     global N_THREADS
-    if n < 1:
-        raise ValueError(f"num_threads must be at least 1, not {n}")
     N_THREADS = n
 
 
@@ -148,12 +145,11 @@ def _set_isa(str name):
 # ---------------------------------------------------------------------------------------------------
 # Pool
 
+@cython.no_gc_clear      # the sequences of a collected cycle still need the lock and the pool
 cdef class PoolCore:
     """Blocks, their counts and the free stack. Subclassed by :class:`pagedkv.BlockPool`."""
 
-    def __init__(self, int64_t n_blocks, int64_t n_layers, int64_t kv_dim, int64_t block_size):
-        if self.ptr is not NULL:
-            raise RuntimeError("a pool is initialised once")
+    def __cinit__(self, int64_t n_blocks, int64_t n_layers, int64_t kv_dim, int64_t block_size=16, dtype="float32"):
         cdef pkv_status status = pkv_pool_new(n_blocks, n_layers, kv_dim, block_size, &self.ptr)
         if status == PKV_ERR_NULL:
             raise MemoryError(f"no memory for {n_blocks} blocks of {n_layers} x {block_size} x {kv_dim} floats, "
@@ -192,30 +188,33 @@ cdef class PoolCore:
         """Tokens in a block."""
         return self.ptr.block_size
 
+    cdef void try_reap(self):
+        # Reading needs no lock, only the interpreter's; nobody should wait a step to see a number.
+        if self.orphans and self._lock.acquire(False):
+            self.reap()
+            self._lock.release()
+
     @property
     def n_free(self):
         """Blocks that nobody owns."""
-        with self._lock:
-            self.reap()
-            return self.ptr.n_free
+        self.try_reap()
+        return self.ptr.n_free
 
     @property
     def n_saved(self):
         """Blocks that sharing saves now: owners beyond the first, over all blocks."""
         cdef int64_t n = 0, i
-        with self._lock:
-            self.reap()
-            for i in range(self.ptr.n_blocks):
-                n += max(0, self.ptr.ref_count[i] - 1)
+        self.try_reap()
+        for i in range(self.ptr.n_blocks):
+            n += max(0, self.ptr.ref_count[i] - 1)
         return n
 
     def ref_count(self, int64_t block_id):
         """Owners of a block; 0 where it is free."""
         if block_id < 0 or block_id >= self.ptr.n_blocks:
             raise error(f"block {block_id} is outside [0, {self.ptr.n_blocks})", (PkvStatus.PKV_ERR_BOUNDS,))
-        with self._lock:
-            self.reap()
-            return self.ptr.ref_count[block_id]
+        self.try_reap()
+        return self.ptr.ref_count[block_id]
 
     cdef view(self, float *data):
         cdef cnp.npy_intp shape[4]
@@ -249,6 +248,7 @@ cdef class PoolCore:
     def ref_block(self, int64_t block_id):
         """Add an owner to a block in use."""
         with self._lock:
+            self.reap()
             status = pkv_ref_block(self.ptr, block_id)
         if status != PKV_OK:
             raise error(f"block {block_id} of {self.ptr.n_blocks} is not in use", (PkvStatus(status),))
@@ -256,6 +256,7 @@ cdef class PoolCore:
     def unref_block(self, int64_t block_id):
         """Take an owner from a block in use; without owners it is free again."""
         with self._lock:
+            self.reap()
             status = pkv_unref_block(self.ptr, block_id)
         if status != PKV_OK:
             raise error(f"block {block_id} of {self.ptr.n_blocks} is not in use", (PkvStatus(status),))
@@ -274,6 +275,18 @@ cdef const float *rows_f32(cnp.ndarray a, str name, int64_t n, int64_t width, tu
         want = f"[{n if n >= 0 else 'n'}, {width}]"
         raise error(f"{name} has shape {list((<object>a).shape)}, needs {want}", chain)
     return <const float *>cnp.PyArray_DATA(a)
+
+
+cdef append_error(pkv_status status, const pkv_seq *seq, int64_t n, int64_t needed, str who, tuple outer):
+    """Why rows could not be reserved. who: "" or the sequence's place in a batch; outer: the chain in front."""
+    if status == PKV_ERR_EXHAUST:
+        message = f"needs {needed} blocks, {seq.pool.n_free} of {seq.pool.n_blocks} are free"
+    elif status == PKV_ERR_BOUNDS:
+        message = (f"{who}{seq.seq_len} + {n} tokens do not fit a table of {seq.max_blocks} blocks of "
+                   f"{seq.pool.block_size}")
+    else:
+        message = f"{who}the number of tokens must be positive, not {n}"
+    return error(message, outer + (PkvStatus(status),))
 
 
 @cython.no_gc_clear
@@ -303,8 +316,8 @@ cdef class SequenceCore:
     def _fork_to(self, SequenceCore child not None):
         if child.pool is not None:
             raise RuntimeError("a sequence is opened once")
-        self.check_open()
-        with self.pool._lock:
+        with self.lock():
+            self.enter()
             status = pkv_seq_fork(self.ptr, &child.ptr)
         if status == PKV_ERR_NULL:
             raise MemoryError("no memory for the table of a fork")
@@ -312,7 +325,15 @@ cdef class SequenceCore:
             raise error("a block has 2**31 - 1 owners already", (PkvStatus(status),))
         child.pool = self.pool
 
-    cdef int check_open(self) except -1:
+    cdef object lock(self):
+        """The pool's lock. Whatever reads self.ptr holds it: another thread may free the sequence."""
+        if self.pool is None:
+            raise error("the sequence was never opened", (PkvStatus.PKV_ERR_NULL,))
+        return self.pool._lock
+
+    cdef int enter(self) except -1:
+        """First thing under the lock."""
+        self.pool.reap()
         if self.ptr is NULL:
             raise error("the sequence was freed", (PkvStatus.PKV_ERR_NULL,))
         return 0
@@ -322,6 +343,7 @@ cdef class SequenceCore:
         if self.pool is None:
             return
         with self.pool._lock:
+            self.pool.reap()
             if self.ptr is not NULL:
                 pkv_seq_free(self.ptr)
                 self.ptr = NULL
@@ -332,29 +354,20 @@ cdef class SequenceCore:
     @property
     def block_table(self):
         """Ids of the owned blocks in order, reserved ones too; an int32 copy."""
-        cdef cnp.ndarray table = np.empty(0 if self.ptr is NULL else self.ptr.n_blocks, np.int32)
-        if self.ptr is not NULL:
-            memcpy(cnp.PyArray_DATA(table), self.ptr.block_table, self.ptr.n_blocks * sizeof(int32_t))
+        cdef int64_t n = 0 if self.ptr is NULL else self.ptr.n_blocks
+        cdef cnp.ndarray table = np.empty(n, np.int32)
+        if n and self.ptr is not NULL:     # making the array may have run the garbage collector
+            memcpy(cnp.PyArray_DATA(table), self.ptr.block_table, min(n, self.ptr.n_blocks) * sizeof(int32_t))
         return table
 
     def ensure_append(self, int64_t n):
         """Make the next `n` rows writable: own copies of shared blocks, new blocks for the rest."""
         cdef int64_t needed = 0
-        self.check_open()
-        with self.pool._lock:
-            self.pool.reap()
+        with self.lock():
+            self.enter()
             status = pkv_ensure_append(self.ptr, n, &needed)
-            n_free = self.pool.ptr.n_free
-        if status == PKV_OK:
-            return
-        if status == PKV_ERR_EXHAUST:
-            message = f"needs {needed} blocks, {n_free} of {self.pool.ptr.n_blocks} are free"
-        elif status == PKV_ERR_BOUNDS:
-            message = (f"{self.ptr.seq_len} + {n} tokens do not fit a table of {self.ptr.max_blocks} blocks "
-                       f"of {self.pool.ptr.block_size}")
-        else:
-            message = f"n must be positive, not {n}"
-        raise error(message, (PkvStatus(status),))
+            if status != PKV_OK:
+                raise append_error(status, self.ptr, n, needed, "", ())
 
     cdef object write_error(self, pkv_status status, int64_t n):
         if status == PKV_ERR_BAD_DIM:
@@ -365,56 +378,60 @@ cdef class SequenceCore:
 
     def append_layer(self, int64_t layer, k, v):
         """Write rows ``[len, len + n)`` of one layer. `k`, `v`: float32 ``[n, kv_dim]``. Does not advance."""
-        self.check_open()
         cdef cnp.ndarray k_rows = np.ascontiguousarray(k), v_rows = np.ascontiguousarray(v)
         cdef tuple chain = (PkvStatus.PKV_ERR_BAD_DIM,)
-        cdef const float *k_ptr = rows_f32(k_rows, "k", -1, self.pool.ptr.kv_dim, chain)
-        cdef int64_t n = k_rows.shape[0]
-        cdef const float *v_ptr = rows_f32(v_rows, "v", n, self.pool.ptr.kv_dim, chain)
-        if layer < 0 or layer >= self.pool.ptr.n_layers:
-            raise error(f"layer {layer} is outside [0, {self.pool.ptr.n_layers})", (PkvStatus.PKV_ERR_BOUNDS,))
-        with self.pool._lock:
-            status = pkv_append_layer(self.ptr, layer, k_ptr, v_ptr, n)
-        if status != PKV_OK:
-            raise self.write_error(status, n)
+        cdef const float *k_ptr
+        cdef const float *v_ptr
+        with self.lock():
+            self.enter()
+            k_ptr = rows_f32(k_rows, "k", -1, self.pool.ptr.kv_dim, chain)
+            v_ptr = rows_f32(v_rows, "v", k_rows.shape[0], self.pool.ptr.kv_dim, chain)
+            if layer < 0 or layer >= self.pool.ptr.n_layers:
+                raise error(f"layer {layer} is outside [0, {self.pool.ptr.n_layers})", (PkvStatus.PKV_ERR_BOUNDS,))
+            status = pkv_append_layer(self.ptr, layer, k_ptr, v_ptr, k_rows.shape[0])
+            if status != PKV_OK:
+                raise self.write_error(status, k_rows.shape[0])
 
     def advance(self, int64_t n):
         """Count `n` appended rows as part of the sequence."""
-        self.check_open()
-        with self.pool._lock:
+        with self.lock():
+            self.enter()
             status = pkv_advance(self.ptr, n)
-        if status != PKV_OK:
-            raise self.write_error(status, n)
+            if status != PKV_OK:
+                raise self.write_error(status, n)
 
     def truncate(self, int64_t n):
         """Keep the first `n` rows; give back the blocks that held only later ones."""
-        self.check_open()
-        with self.pool._lock:
+        with self.lock():
+            self.enter()
             status = pkv_seq_truncate(self.ptr, n)
-        if status != PKV_OK:
-            raise error(f"length {n} is outside [0, {self.ptr.seq_len}]", (PkvStatus(status),))
+            if status != PKV_OK:
+                raise error(f"length {n} is outside [0, {self.ptr.seq_len}]", (PkvStatus(status),))
 
     def gather_head(self, int64_t layer, int64_t kv_head, int64_t head_dim, total_k=None):
         """Copies of one KV head's rows: ``(K, V)``, each float32 ``[total_k, head_dim]``."""
-        self.check_open()
-        cdef int64_t n = self.ptr.seq_len if total_k is None else total_k
-        cdef int64_t n_rows = self.ptr.n_blocks * self.pool.ptr.block_size
-        if head_dim <= 0 or n < 0:
-            raise error(f"head_dim {head_dim} must be positive and total_k {n} not negative",
-                        (PkvStatus.PKV_ERR_BAD_DIM,))
-        if n > n_rows or head_dim > self.pool.ptr.kv_dim:
-            raise error(f"total_k {n} is over the {n_rows} reserved rows, or head_dim {head_dim} over kv_dim "
-                        f"{self.pool.ptr.kv_dim}", (PkvStatus.PKV_ERR_BOUNDS,))
-        cdef cnp.ndarray k = np.empty((n, head_dim), np.float32), v = np.empty((n, head_dim), np.float32)
-        cdef float *k_ptr = <float *>cnp.PyArray_DATA(k)
-        cdef float *v_ptr = <float *>cnp.PyArray_DATA(v)
+        cdef cnp.ndarray k, v
+        cdef int64_t n, n_rows
+        cdef float *k_ptr
+        cdef float *v_ptr
         cdef pkv_status status
-        with self.pool._lock:
+        with self.lock():
+            self.enter()
+            n = self.ptr.seq_len if total_k is None else total_k
+            n_rows = self.ptr.n_blocks * self.pool.ptr.block_size
+            if head_dim <= 0 or n < 0:
+                raise error(f"head_dim {head_dim} must be positive and total_k {n} not negative",
+                            (PkvStatus.PKV_ERR_BAD_DIM,))
+            if n > n_rows or head_dim > self.pool.ptr.kv_dim:
+                raise error(f"total_k {n} is over the {n_rows} reserved rows, or head_dim {head_dim} over kv_dim "
+                            f"{self.pool.ptr.kv_dim}", (PkvStatus.PKV_ERR_BOUNDS,))
+            k, v = np.empty((n, head_dim), np.float32), np.empty((n, head_dim), np.float32)
+            k_ptr, v_ptr = <float *>cnp.PyArray_DATA(k), <float *>cnp.PyArray_DATA(v)
             with nogil:
                 status = pkv_gather_head(self.ptr, layer, kv_head, head_dim, n, k_ptr, v_ptr)
-        if status != PKV_OK:
-            raise error(f"layer {layer} or head {kv_head} of {head_dim} is outside {self.pool.ptr.n_layers} layers "
-                        f"of {self.pool.ptr.kv_dim}", (PkvStatus(status),))
+            if status != PKV_OK:
+                raise error(f"layer {layer} or head {kv_head} of {head_dim} is outside {self.pool.ptr.n_layers} "
+                            f"layers of {self.pool.ptr.kv_dim}", (PkvStatus(status),))
         return k, v
 
 
@@ -453,10 +470,8 @@ cdef class Arena:
 cdef class PackedWeight:
     """A matrix ``[n, k]`` in the kernels' panels, made by :func:`pagedkv.pack`."""
 
-    def __init__(self, int64_t n, int64_t k, Arena arena=None):
+    def __cinit__(self, int64_t n, int64_t k, Arena arena=None):
         cdef size_t n_bytes = packed_nbytes(n, k)
-        if self.panels is not NULL:
-            raise RuntimeError("a packed weight is initialised once")
         self.arena = Arena([(n, k)]) if arena is None else arena
         if n_bytes > self.arena.n_bytes - self.arena.n_used:
             raise error(f"the arena has no place for a weight of [{n}, {k}]", (PkvStatus.PKV_ERR_BAD_DIM,))
@@ -611,6 +626,10 @@ cdef void *new_array(int64_t n, size_t width) except NULL:
     return p
 
 
+# Far beyond any model, and no product of two of these and an array's length leaves 64 bits.
+cdef int64_t MOST_HEADS = 1 << 20
+
+
 cdef tuple attention_shape(pkv_attn_shape *shape, int64_t n_tokens, int64_t n_heads, int64_t n_kv_heads,
                            int64_t head_dim, scale):
     """Fill shape; the seed's checks in its order, None or (message, status)."""
@@ -619,6 +638,8 @@ cdef tuple attention_shape(pkv_attn_shape *shape, int64_t n_tokens, int64_t n_he
                 "must be positive", ApStatus.AP_ERR_BAD_DIM)
     if n_heads % n_kv_heads:
         return (f"n_heads {n_heads} is not a multiple of n_kv_heads {n_kv_heads}", ApStatus.AP_ERR_BAD_GQA)
+    if n_heads > MOST_HEADS or head_dim > MOST_HEADS:
+        return (f"n_heads {n_heads} and head_dim {head_dim} must be at most {MOST_HEADS}", ApStatus.AP_ERR_BAD_DIM)
     shape.n_heads, shape.n_kv_heads, shape.head_dim = n_heads, n_kv_heads, head_dim
     shape.scale = 1.0 / sqrt(<double>head_dim) if scale is None else scale
     return None
@@ -678,26 +699,28 @@ def attn_with_paged(q, k_new, v_new, SequenceCore seq, int64_t layer, int64_t n_
     bad = attention_shape(&shape, n, n_heads, n_kv_heads, head_dim, scale)
     if bad is not None:
         raise error(bad[0], (bad[1],))
-    if seq is None or seq.ptr is NULL:
-        raise error("the sequence is missing or was freed", (ApStatus.AP_ERR_SEQ, PkvStatus.PKV_ERR_NULL))
     cdef int64_t kv_dim = n_kv_heads * head_dim
     cdef tuple chain = (ApStatus.AP_ERR_BAD_DIM,)
-    if kv_dim != seq.pool.ptr.kv_dim:
-        raise error(f"n_kv_heads {n_kv_heads} * head_dim {head_dim} is not the pool's kv_dim "
-                    f"{seq.pool.ptr.kv_dim}", chain)
     cdef const float *q_ptr = rows_f32(q_rows, "q", n, n_heads * head_dim, chain)
     cdef const float *k_ptr = rows_f32(k_rows, "k_new", n, kv_dim, chain)
     cdef const float *v_ptr = rows_f32(v_rows, "v_new", n, kv_dim, chain)
-    if layer < 0 or layer >= seq.pool.ptr.n_layers:
-        raise error(f"layer {layer} is outside [0, {seq.pool.ptr.n_layers})",
-                    (ApStatus.AP_ERR_SEQ, PkvStatus.PKV_ERR_BOUNDS))
     cdef cnp.ndarray out = np.empty((n, n_heads * head_dim), np.float32)
     cdef pkv_attn_segment segment
-    with seq.pool._lock:
-        status = pkv_append_layer(seq.ptr, layer, k_ptr, v_ptr, n)
-        if status != PKV_OK:
-            cause = seq.write_error(status, n)
-            raise error(cause.message, (ApStatus.AP_ERR_SEQ,) + cause.chain)
+    if seq is None or seq.pool is None:
+        raise error("the sequence is missing", (ApStatus.AP_ERR_SEQ, PkvStatus.PKV_ERR_NULL))
+    with seq.lock():
+        try:
+            seq.enter()
+            if kv_dim != seq.pool.ptr.kv_dim:
+                raise error(f"n_kv_heads {n_kv_heads} * head_dim {head_dim} is not the pool's kv_dim "
+                            f"{seq.pool.ptr.kv_dim}", (PkvStatus.PKV_ERR_BAD_DIM,))
+            if layer < 0 or layer >= seq.pool.ptr.n_layers:
+                raise error(f"layer {layer} is outside [0, {seq.pool.ptr.n_layers})", (PkvStatus.PKV_ERR_BOUNDS,))
+            status = pkv_append_layer(seq.ptr, layer, k_ptr, v_ptr, n)
+            if status != PKV_OK:
+                raise seq.write_error(status, n)
+        except errors.PagedKVError as cause:
+            raise error(cause.message, (ApStatus.AP_ERR_SEQ,) + cause.chain) from None
         segment = paged_segment(seq.ptr, 0, n, seq.ptr.seq_len + (1 if causal else n), causal)
         attend(&shape, &segment, layer, q_ptr, <float *>cnp.PyArray_DATA(out))
     return out
@@ -842,13 +865,8 @@ cdef class Batch:
         return 0
 
     cdef append_error(self, pkv_status status, int64_t failed, int64_t needed):
-        cdef pkv_seq *seq = self.seqs[failed]
-        if status == PKV_ERR_EXHAUST:
-            message = f"needs {needed} blocks, {seq.pool.n_free} of {seq.pool.n_blocks} are free"
-        else:
-            message = (f"sequence {failed} of the batch: {seq.seq_len} + {self.n_new[failed]} tokens do not fit a "
-                       f"table of {seq.max_blocks} blocks of {seq.pool.block_size}")
-        return error(message, STACK_CHAIN + (PkvStatus(status),))
+        return append_error(status, self.seqs[failed], self.n_new[failed], needed,
+                            f"sequence {failed} of the batch: ", STACK_CHAIN)
 
 
 cdef void run_pass(const pkv_step *s, int n_threads) noexcept nogil:
@@ -982,14 +1000,16 @@ cdef class ModelCore:
                             (Flv4Status.FLV4_ERR_STACK, Stk4Status.STK4_ERR_BAD_DIM))
         return 0
 
-    def check(self, list seqs, list tokens):
-        """Raise what step would raise for this batch, and change nothing."""
-        self.check_batch(seqs, tokens)
+    def check(self, SequenceCore seq, tokens):
+        """Raise what step would raise for tokens (int64 array) on one sequence, and change nothing."""
         cdef Batch batch = Batch()
         cdef int64_t failed = 0, needed = 0
-        batch.fill(seqs, tokens)
-        pool = (<SequenceCore>seqs[0]).pool
-        with pool._lock:
+        if seq is None:
+            self.check_batch([seq], [tokens])
+        with seq.lock():
+            seq.pool.reap()
+            self.check_batch([seq], [tokens])
+            batch.fill([seq], [tokens])
             status = pkv_check_append_batch(batch.seqs, batch.n_new, batch.n_seqs, &failed, &needed)
             if status != PKV_OK:
                 raise batch.append_error(status, failed, needed)
@@ -1062,7 +1082,7 @@ cdef int need(bint holds, str what) except -1:
 cdef float *out_pointer(array, int64_t n, int64_t width) except NULL:
     """Where logits go: a writable C-contiguous float32 [n, width] array."""
     if not isinstance(array, np.ndarray) or array.dtype != np.float32 or array.shape != (n, width) \
-            or not array.flags.c_contiguous or not array.flags.writeable:
-        raise error(f"out must be a writable C-contiguous float32 array of shape [{n}, {width}]",
+            or not array.flags.carray:
+        raise error(f"out must be a writable C-contiguous float32 array of shape [{n}, {width}], aligned",
                     (Flv4Status.FLV4_ERR_BAD_DIM,))
     return <float *>cnp.PyArray_DATA(array)

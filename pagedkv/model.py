@@ -1,5 +1,6 @@
 """A Llama-family model: weights packed at load, and one primitive, step."""
 
+import operator
 import os
 
 import numpy as np
@@ -21,7 +22,9 @@ def _token_array(tokens):
     if array.ndim != 1:
         raise BadDimError(f"tokens are a flat list of ids, not an array of {array.ndim} dimensions",
                           (_core.Flv4Status.FLV4_ERR_BAD_DIM,))
-    if array.dtype.kind == "O" and all(isinstance(token, int) for token in array):
+    # A list that mixes ids below and above 2**63 becomes float64 or object.
+    wide = array.dtype.kind in "Of" and array is not tokens and all(type(token) is int for token in tokens)
+    if wide or (array.dtype == np.uint64 and array.max() >= 2**63):
         raise TokenError("a token id does not fit 64 bits", (_core.Flv4Status.FLV4_ERR_TOKEN,))
     if array.dtype.kind not in "iu":
         raise TypeError(f"token ids are integers, not {array.dtype}")
@@ -182,7 +185,9 @@ class LlamaModel:
             if n_tokens is None:
                 token_nbytes = 2 * 4 * config.n_layers * config.kv_dim
                 n_tokens = max(block_size, min(config.context_len, _available_nbytes() // 2 // token_nbytes))
-            n_blocks = -(-n_tokens // block_size)
+            if block_size < 1:
+                raise BadDimError(f"block_size must be positive, not {block_size}")
+            n_blocks = -(-operator.index(n_tokens) // block_size)
         return BlockPool(n_blocks, config.n_layers, config.kv_dim, block_size)
 
     def new_sequence(self, pool, max_tokens=None):
@@ -262,7 +267,7 @@ class LlamaModel:
         if len(tokens) <= chunk:
             logits = self._core.step([seq], [tokens], "all" if all_logits else "last", None)
             return logits if all_logits else logits[0]
-        self._core.check([seq], [tokens])
+        self._core.check(seq, tokens)
         length = len(seq)
         logits = np.empty((len(tokens) if all_logits else 1, self.config.vocab_size), np.float32)
         try:

@@ -1,5 +1,7 @@
 """The kernels as functions on arrays. Same bits for every thread count and instruction set."""
 
+import operator
+
 import numpy as np
 
 from pagedkv import _core
@@ -265,7 +267,7 @@ def kv_cache_append(prior, chunk, offset, dtype=None):
     if (prior.shape[0], prior.shape[1], prior.shape[3]) != (chunk.shape[0], chunk.shape[1], chunk.shape[3]):
         raise BadDimError(f"cache {list(prior.shape)} and chunk {list(chunk.shape)} differ in more than tokens")
     batch, heads, capacity, head_dim = prior.shape
-    chunk_len, offset = chunk.shape[2], int(offset)
+    chunk_len, offset = chunk.shape[2], operator.index(offset)
     if offset < 0 or offset + chunk_len > capacity:
         raise Range(f"offset {offset} and chunk_len {chunk_len} exceed capacity {capacity}",
                     (_core.KvaStatus.KVA_ERR_RANGE,))

@@ -43,10 +43,10 @@ class BlockPool(PoolCore):
     8
     """
 
+    # The core took the same arguments when the object was made.
     def __init__(self, n_blocks, n_layers, kv_dim, block_size=16, dtype="float32"):
         if dtype != "float32":
             raise errors.BadDimError(f"a pool holds float32, not {dtype!r}")
-        super().__init__(n_blocks, n_layers, kv_dim, block_size)
 
     @property
     def dtype(self):

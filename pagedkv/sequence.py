@@ -1,5 +1,7 @@
 """A sequence: rows of K and V in blocks of a pool."""
 
+import operator
+
 from pagedkv._core import SequenceCore
 
 
@@ -44,7 +46,7 @@ class Sequence(SequenceCore):
     """
 
     def __init__(self, pool, max_tokens):
-        self._open(pool, max_tokens)
+        self._open(pool, operator.index(max_tokens))
 
     def fork(self):
         """A second sequence with the same rows; copies none of them.

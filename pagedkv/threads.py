@@ -1,10 +1,23 @@
 """The one owner of the thread count: environment, then cores within affinity and cgroup quota."""
 
 import math
+import operator
 import os
 from pathlib import Path
 
-from pagedkv import _core
+# How long GNU OpenMP's threads spin at a barrier before they sleep. Its own default is milliseconds: on a busy
+# machine a thread then burns the time slice that the one it waits for needs, and a step of 20 ms took a second.
+# This is some 20 microseconds, longer than a quiet machine's threads ever wait, and just as fast there
+# (docs/performance.md). The runtime reads it when it is loaded, with the core; a user's own setting wins.
+_SPIN = {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ) else {"GOMP_SPINCOUNT": "1000"}
+os.environ.update(_SPIN)
+try:
+    from pagedkv import _core
+finally:
+    for _name in _SPIN:
+        del os.environ[_name]
+
+MOST_THREADS = 4096
 
 
 def _affinity():
@@ -54,15 +67,36 @@ def default_num_threads():
     """
     asked = os.environ.get("PAGEDKV_NUM_THREADS", "").strip()
     if asked:
-        if not asked.isascii() or not asked.isdigit() or not 1 <= int(asked) <= 4096:
-            raise ValueError(f"PAGEDKV_NUM_THREADS must be an integer from 1 to 4096, not {asked!r}")
+        if not asked.isascii() or not asked.isdigit() or not 1 <= int(asked) <= MOST_THREADS:
+            raise ValueError(f"PAGEDKV_NUM_THREADS must be an integer from 1 to {MOST_THREADS}, not {asked!r}")
         return int(asked)
     n = _physical_cores(_affinity())
     quota = _cgroup_quota()
     return max(1, n if quota is None else min(n, quota))
 
 
-_core.set_num_threads(default_num_threads())
+def set_num_threads(n):
+    """Use at most `n` threads in every later call of this process.
+
+    A limit set on the OpenMP runtime afterwards (``threadpoolctl``) holds too where it is lower.
+
+    Parameters
+    ----------
+    n : int
+        From 1 to 4096. No result depends on it.
+
+    Raises
+    ------
+    ValueError
+        `n` is outside that range.
+    """
+    n = operator.index(n)
+    if not 1 <= n <= MOST_THREADS:
+        raise ValueError(f"num_threads must be from 1 to {MOST_THREADS}, not {n}")
+    _core._set_num_threads(n)
+
+
+set_num_threads(default_num_threads())
 if os.environ.get("PAGEDKV_ISA"):
     _core._set_isa(os.environ["PAGEDKV_ISA"])
 if hasattr(os, "register_at_fork"):

@@ -65,8 +65,6 @@ static inline int64_t pkv_view_offset(const pkv_kv_view *kv, int64_t block, int6
     return block_id * kv->block_stride + layer * kv->layer_stride + kv_head * head_dim;
 }
 
-static inline int64_t pkv_min(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* Floats for the state of n_q query heads: max [n_q], sum [n_q], acc [n_q, head_dim]. */
 static inline int64_t pkv_attn_state_len(int64_t n_q, int64_t head_dim) { return n_q * (head_dim + 2); }
 

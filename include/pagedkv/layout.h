@@ -17,6 +17,8 @@
 /* Lanes of every reduction along a row (dot products, sums): see kernels_scalar.h. */
 #define PKV_LANES 16
 
+static inline int64_t pkv_min(int64_t a, int64_t b) { return a < b ? a : b; }
+
 /* Element offset of (block, layer, row 0) in K or V, shaped [n_blocks, n_layers, block_size, kv_dim]. */
 static inline int64_t pkv_block_offset(int64_t block_id, int64_t layer, int64_t n_layers, int64_t block_size,
                                        int64_t kv_dim) {

@@ -139,8 +139,8 @@ static inline pkv_status pkv_seq_new(pkv_pool *pool, int64_t max_tokens, pkv_seq
     if (!seq)
         return PKV_ERR_NULL;
     seq->pool = pool;
-    seq->max_blocks = pkv_blocks_for(max_tokens, pool->block_size) + 1;
-    seq->table_cap = seq->max_blocks < pool->n_blocks ? seq->max_blocks : pool->n_blocks;
+    seq->max_blocks = pkv_blocks_for(pkv_min(max_tokens, INT64_MAX - 1), pool->block_size) + 1;
+    seq->table_cap = pkv_min(seq->max_blocks, pool->n_blocks);
     seq->block_table = (int32_t *)malloc((size_t)seq->table_cap * sizeof(int32_t));
     if (!seq->block_table) {
         free(seq);
@@ -152,8 +152,9 @@ static inline pkv_status pkv_seq_new(pkv_pool *pool, int64_t max_tokens, pkv_seq
 
 /* Give all blocks back and forget all rows; the struct stays. */
 static inline void pkv_seq_clear(pkv_seq *seq) {
-    while (seq->n_blocks > 0)
-        pkv_unref_block(seq->pool, seq->block_table[--seq->n_blocks]);
+    for (int64_t i = 0; i < seq->n_blocks; i++) /* first to last, as the seed: it decides which id goes next */
+        pkv_unref_block(seq->pool, seq->block_table[i]);
+    seq->n_blocks = 0;
     seq->seq_len = 0;
 }
 
@@ -231,13 +232,13 @@ static inline pkv_status pkv_plan_append(pkv_seq *seq, int64_t n_new) {
             pool->n_planned++;
         }
     }
-    if (pool->n_planned > pool->n_free)
-        return PKV_ERR_EXHAUST;
     if (need > seq->max_blocks)
-        return PKV_ERR_BOUNDS;
+        return pool->n_planned > pool->n_free ? PKV_ERR_EXHAUST : PKV_ERR_BOUNDS;
     if (need > seq->n_blocks)
         pool->n_planned += need - seq->n_blocks;
-    return pool->n_planned > pool->n_free ? PKV_ERR_EXHAUST : PKV_OK;
+    /* The second test holds even if someone took owners away behind the sequence's back (pkv_unref_block), so
+     * that the pool seems to have blocks that its table has no place for. */
+    return pool->n_planned > pool->n_free || need > seq->table_cap ? PKV_ERR_EXHAUST : PKV_OK;
 }
 
 /* Undo pkv_plan_append's marks. */

@@ -1,0 +1,247 @@
+"""Thread counts, and what other threads and processes around a model may do."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pagedkv as pk
+import promise_rows
+import pytest
+import tiny
+from promise_rows import assert_same_bits, assert_same_kv, rows_alone, run_child, token_stream
+
+N_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Wide enough for threads to share each operation."""
+    config = tiny.tiny_config(hidden_dim=128, n_heads=8, ffn_dim=320, vocab_size=640)
+    return tiny.write_hf(tmp_path_factory.mktemp("threads") / "tiny", config, tiny.tiny_tensors(config))
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return pk.LlamaModel.load(directory)
+
+
+@pytest.fixture(scope="module")
+def streams(model):
+    """(tokens, Rows) of four different sequences."""
+    tokens = [token_stream(i, N_TOKENS, model.config.vocab_size) for i in range(4)]
+    return [(t, rows_alone(model, t)) for t in tokens]
+
+
+def python(code, *args, **env):
+    """Run code in a new process; (exit status, last line of output or of the error)."""
+    done = subprocess.run([sys.executable, "-c", code, *map(str, args)], env=promise_rows.child_env(**env), capture_output=True, text=True, timeout=promise_rows.RUN_SECONDS)
+    return done.returncode, (done.stdout or done.stderr).strip().splitlines()[-1]
+
+
+# -- the count ------------------------------------------------------------------------------------
+
+COUNT = "import pagedkv as pk; print(pk.get_num_threads())"
+COUNT_ON_ONE_CPU = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); " + COUNT
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no affinity")
+def test_default_count_is_within_the_affinity():
+    status, n = python(COUNT, PAGEDKV_NUM_THREADS="")
+    assert status == 0 and 1 <= int(n) <= len(os.sched_getaffinity(0))
+    assert python(COUNT_ON_ONE_CPU, PAGEDKV_NUM_THREADS="") == (0, "1")
+
+
+@pytest.mark.parametrize("asked, n", [("1", "1"), ("3", "3"), (" 2 ", "2"), ("4096", "4096")])
+def test_environment_sets_the_count(asked, n):
+    assert python(COUNT, PAGEDKV_NUM_THREADS=asked) == (0, n)
+
+
+@pytest.mark.parametrize("asked", ["0", "-1", "two", "1.5", "4097", "1e3", "٣"])
+def test_bad_count_in_the_environment_is_refused(asked):
+    status, message = python(COUNT, PAGEDKV_NUM_THREADS=asked)
+    assert status == 1
+    assert message == f"ValueError: PAGEDKV_NUM_THREADS must be an integer from 1 to 4096, not {asked!r}"
+
+
+def test_unknown_instruction_set_in_the_environment_is_refused():
+    status, message = python(COUNT, PAGEDKV_ISA="sse9")
+    assert status == 1
+    assert message == f"ValueError: instruction set 'sse9' does not run here; available: {', '.join(pk.available_isas())}"
+
+
+@pytest.mark.parametrize("n", [0, -1, 4097, 2**40])
+def test_counts_out_of_range_are_refused(threads, n):
+    threads(2)
+    with pytest.raises(ValueError, match=f"from 1 to 4096, not {n}"):
+        pk.set_num_threads(n)
+    assert pk.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("n", [None, "2", 1.5])
+def test_counts_that_are_no_integer_are_refused(threads, n):
+    threads(2)
+    with pytest.raises(TypeError):
+        pk.set_num_threads(n)
+    assert pk.get_num_threads() == 2
+
+
+STARTED = """
+import os, sys, numpy as np, pagedkv as pk
+model = pk.LlamaModel.load(sys.argv[1])
+seq = model.new_sequence(model.new_pool())
+before = len(os.listdir("/proc/self/task"))
+model.prefill(np.arange(100), seq)
+model.decode_step([1], [seq])
+print(len(os.listdir("/proc/self/task")) - before + 1)
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="this system does not list a process's threads")
+@pytest.mark.parametrize("n", [1, 3])
+def test_no_more_threads_than_asked_for_run(directory, n):
+    # Loading runs threads too, so a count of 3 may be reached before the step.
+    status, n_running = python(STARTED, directory, PAGEDKV_NUM_THREADS=str(n), OMP_NUM_THREADS="8")
+    assert status == 0 and int(n_running) <= n
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
+def test_count_does_not_show(model, streams, threads, n):
+    threads(n)
+    for tokens, want in streams:
+        with model.new_sequence(model.new_pool()) as seq:
+            assert_same_bits(model.prefill(tokens[:30], seq, all_logits=True), want.logits[:30])
+            for position in range(30, N_TOKENS):
+                assert_same_bits(model.decode_step(tokens[position : position + 1], [seq])[0], want.logits[position])
+            assert_same_kv(model, seq, want)
+
+
+def test_limit_of_threadpoolctl_holds(model, streams, threads):
+    threadpoolctl = pytest.importorskip("threadpoolctl", reason="threadpoolctl is not installed")
+    threads(2)
+    if not any(pool["user_api"] == "openmp" for pool in threadpoolctl.threadpool_info()):
+        pytest.skip("threadpoolctl sees no OpenMP runtime")
+    with threadpoolctl.threadpool_limits(1), model.new_sequence(model.new_pool()) as seq:
+        assert pk.get_num_threads() == 1
+        assert_same_bits(model.prefill(streams[0][0], seq), streams[0][1].logits[-1])
+    assert pk.get_num_threads() == 2
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+
+
+@needs_fork
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_step_after_fork_finishes_and_equals_the_parents(directory, n):
+    result = run_child(directory, "--tokens", 60, "--fork", PAGEDKV_NUM_THREADS=str(n))
+    assert result["num_threads"] == n
+    assert result["sha256_in_fork"] == result["sha256"]
+
+
+FORK_GOES_ON = """
+import os, signal, sys, numpy as np, pagedkv as pk
+model = pk.LlamaModel.load(sys.argv[1])
+seq = model.new_sequence(model.new_pool())
+model.prefill(np.arange(50), seq)                # threads have run
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+bits = model.decode_step([7], [seq]).tobytes()   # parent and child go on with the same sequence, each its own copy
+if child == 0:
+    os.write(int(sys.argv[2]), bits)
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+again = model.new_sequence(model.new_pool())
+assert status == 0 and model.prefill([*range(50), 7], again).tobytes() == bits
+os.write(1, bits)
+"""
+
+
+@needs_fork
+def test_a_sequence_goes_on_in_both_processes(directory):
+    read_end, write_end = os.pipe()
+    try:
+        parent = subprocess.run([sys.executable, "-c", FORK_GOES_ON, str(directory), str(write_end)], env=promise_rows.child_env(PAGEDKV_NUM_THREADS="2"),
+                                capture_output=True, pass_fds=[write_end], timeout=promise_rows.RUN_SECONDS)  # fmt: skip
+    finally:
+        os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        in_child = pipe.read()
+    assert parent.returncode == 0, parent.stderr.decode()
+    assert in_child == parent.stdout and len(in_child) == 4 * 640
+
+
+# -- Python threads -------------------------------------------------------------------------------
+
+
+def run_together(*works):
+    """Run functions in Python threads that start at one moment; re-raises what one of them raised."""
+    barrier, errors = threading.Barrier(len(works)), []
+
+    def run(work):
+        try:
+            barrier.wait()
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    started = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join(promise_rows.RUN_SECONDS)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def decodes_alone(model, pool, tokens, want):
+    """Work of one Python thread: grow, fork, truncate and free on `pool`, every row compared."""
+
+    def work():
+        for chunk in (1, 7, N_TOKENS):
+            with model.new_sequence(pool, N_TOKENS) as seq:
+                assert_same_bits(model.prefill(tokens, seq, chunk=chunk, all_logits=True), want.logits)
+                with seq.fork() as child:
+                    child.truncate(N_TOKENS // 2)
+                    assert_same_bits(model.prefill(tokens[N_TOKENS // 2 :], child), want.logits[-1])
+                assert_same_kv(model, seq, want)
+
+    return work
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize("n_pools", [1, 2])
+def test_python_threads_with_one_model_decode_as_if_alone(model, streams, threads, n_threads, n_pools):
+    threads(n_threads)
+    pools = [model.new_pool() for _ in range(n_pools)]
+    run_together(*(decodes_alone(model, pools[i % n_pools], tokens, want) for i, (tokens, want) in enumerate(streams)))
+    assert all(pool.n_free == pool.n_blocks for pool in pools)
+
+
+def test_batches_over_two_pools_in_either_order_do_not_lock_each_other_out(model, streams):
+    pools = [model.new_pool(), model.new_pool()]
+
+    def work(order):
+        seqs = [model.new_sequence(pool, N_TOKENS) for pool in order]
+        for position in range(N_TOKENS):
+            logits = model.step([(seq, tokens[position : position + 1]) for seq, (tokens, _) in zip(seqs, streams)])
+            assert_same_bits(logits, np.stack([want.logits[position] for _, want in streams[:2]]))
+
+    run_together(lambda: work(pools), lambda: work(pools[::-1]))
+
+
+def test_two_python_threads_on_one_sequence_take_turns(model, streams):
+    """Which token goes first is open, but the row of each belongs to one of the two orders."""
+    tokens, _ = streams[0]
+    pool, rows = model.new_pool(), {}
+    with model.new_sequence(pool) as seq:
+        model.prefill(tokens[:20], seq)
+        run_together(*(lambda token=token: rows.update({token: model.decode_step([token], [seq])[0]}) for token in (3, 4)))
+        assert len(seq) == 22
+        wants = [rows_alone(model, [*tokens[:20], *order]).logits[20:] for order in [(3, 4), (4, 3)]]
+    as_bytes = {token: row.tobytes() for token, row in rows.items()}
+    assert as_bytes in [{3: wants[0][0].tobytes(), 4: wants[0][1].tobytes()}, {4: wants[1][0].tobytes(), 3: wants[1][1].tobytes()}]
