@@ -213,7 +213,7 @@ BAD_TOKENS = {
     "int32": ([2**31 - 1], pk.TokenError, "token 2147483647 at place 0"),
     "wraps": ([2**32 + 1], pk.TokenError, "token 4294967297 at place 0"),
     "int64": ([INT64_MAX], pk.TokenError, f"token {INT64_MAX} at place 0"),
-    "uint64": (np.array([2**64 - 1], np.uint64), pk.TokenError, "outside"),
+    "uint64": (np.array([2**64 - 1], np.uint64), pk.TokenError, "does not fit 64 bits"),
     "huge": ([4, 2**70], pk.TokenError, "does not fit 64 bits"),
     "huge negative": ([-(2**70)], pk.TokenError, "does not fit 64 bits"),
 }
