@@ -26,6 +26,17 @@ cdef extern from "pagedkv/layout.h" nogil:
                            int64_t kv_dim)
 
 
+cdef extern from "pagedkv/weights.h" nogil:
+    ctypedef struct pkv_form:
+        int32_t unit, has_scale, block_nbytes
+    enum:
+        PKV_F32, PKV_F16, PKV_BF16, PKV_Q8_0, PKV_Q4_0, PKV_Q4_1, PKV_Q5_0, PKV_Q5_1, PKV_Q4_K, PKV_Q5_K, PKV_Q6_K
+        PKV_N_DTYPES
+    pkv_form pkv_form_of(int dtype)
+    int64_t pkv_panel_nbytes(int dtype, int64_t k)
+    void pkv_pack_panel(int dtype, const unsigned char **rows, int64_t k, unsigned char *panel)
+
+
 cdef extern from "pagedkv/memory.h" nogil:
     void *pkv_mem_alloc(size_t n_bytes)
     void pkv_mem_free(void *p, size_t n_bytes)
@@ -77,6 +88,7 @@ cdef extern from "pagedkv/dispatch.h" nogil:
         void (*rmsnorm)(const float *x, const float *gamma, float eps, float *y, int64_t n) noexcept nogil
         void (*rope)(float *head, const float *cos, const float *sin, int64_t half) noexcept nogil
         void (*swiglu)(const float *gate, const float *up, float *y, int64_t n) noexcept nogil
+        void (*expand)(int dtype, const unsigned char *panel, int64_t k_0, int64_t n_k, float *out) noexcept nogil
     const pkv_kernels pkv_kernel_tables[]
     int pkv_n_kernel_tables()
     bint pkv_isa_runs(int i)
@@ -114,8 +126,12 @@ cdef extern from "pagedkv/attention.h" nogil:
 
 cdef extern from "pagedkv/step.h" nogil:
     const int64_t PKV_STEP_ROWS
+    const int64_t PKV_MATMUL_SCRATCH
+    ctypedef struct pkv_panel:
+        const void *data
+        int32_t dtype
     ctypedef struct pkv_weight:
-        const float *panels
+        const pkv_panel *panels
         int64_t n, k
     ctypedef struct pkv_layer:
         const float *attn_norm
@@ -141,24 +157,24 @@ cdef extern from "pagedkv/step.h" nogil:
         const int64_t *out_row
         float *logits
         float *partials
-    int64_t pkv_n_groups(int64_t n_panels, int64_t k, int64_t n_threads)
+    int64_t pkv_pad(int64_t n)
+    int64_t pkv_qkv_len(const pkv_model *m)
+    int64_t pkv_n_groups(int64_t n_panels, int64_t n_threads)
     int64_t pkv_group_begin(int64_t i, int64_t n_groups, int64_t n_panels)
     void pkv_matmul_panels(const pkv_kernels *kernels, const float *x, int64_t ldx, int64_t n_rows,
-                           const pkv_weight *w, int64_t begin, int64_t end, float *y, int64_t ldy)
+                           const pkv_weight *w, int64_t begin, int64_t end, float *y, int64_t ldy, float *scratch)
     void pkv_step_embed(const pkv_step *s, int64_t i)
     void pkv_step_norm(const pkv_step *s, const float *gamma, int64_t i)
-    void pkv_step_qkv(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups)
+    void pkv_step_qkv(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups, int thread)
     void pkv_step_rope_append(const pkv_step *s, int64_t layer, int64_t i)
     void pkv_step_attend(const pkv_step *s, int64_t layer, int64_t item, int thread)
     void pkv_step_join(const pkv_step *s, int64_t item)
-    void pkv_step_attn_out(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups)
+    void pkv_step_attn_out(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups, int thread)
     void pkv_step_gate_up(const pkv_step *s, const pkv_layer *layer, int64_t panel, int thread)
-    void pkv_step_down(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups)
+    void pkv_step_down(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups, int thread)
     void pkv_step_out_norm(const pkv_step *s, int64_t i)
-    void pkv_step_head(const pkv_step *s, int64_t group, int64_t n_groups)
+    void pkv_step_head(const pkv_step *s, int64_t group, int64_t n_groups, int thread)
     int64_t pkv_step_lay_out(pkv_step *s, const pkv_model *m, int64_t n_rows, int64_t n_threads, float *block)
-    void pkv_pack_panel_f32(const float *w, int64_t n, int64_t k, int64_t row_0, int64_t first, int64_t step,
-                            int64_t panel, float *panels)
 
 
 cdef class PoolCore:
@@ -179,13 +195,13 @@ cdef class SequenceCore:
 
 
 cdef class Arena:
-    cdef char *block
+    cdef unsigned char *block
     cdef size_t n_bytes, n_used
 
 
 cdef class PackedWeight:
-    cdef Arena arena                 # owner of the memory
-    cdef float *panels
+    cdef Arena arena                 # owner of the panels' memory
+    cdef pkv_panel *panels           # [n_panels]
     cdef readonly int64_t n, k
     cdef size_t n_bytes
     cdef pkv_weight view(self)

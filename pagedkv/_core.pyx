@@ -440,13 +440,18 @@ cdef class SequenceCore:
 
 CHUNK, PANEL = PKV_CHUNK, PKV_PANEL
 
+# Types of weights by the names that pagedkv.formats gives them.
+DTYPES = {"f32": PKV_F32, "f16": PKV_F16, "bf16": PKV_BF16, "q8_0": PKV_Q8_0, "q4_0": PKV_Q4_0, "q4_1": PKV_Q4_1,
+          "q5_0": PKV_Q5_0, "q5_1": PKV_Q5_1, "q4_k": PKV_Q4_K, "q5_k": PKV_Q5_K, "q6_k": PKV_Q6_K}
 
-cdef int64_t packed_nbytes(int64_t n, int64_t k) except -1:
-    cdef int64_t size = sizeof(float)
-    if n <= 0 or k <= 0:
-        raise error(f"a weight needs positive dimensions, not [{n}, {k}]", (PkvStatus.PKV_ERR_BAD_DIM,))
-    if not (pkv_mul_size(size, PKV_PANEL, &size) and pkv_mul_size(size, k, &size)
-            and pkv_mul_size(size, pkv_panels_for(n), &size)):
+
+def packed_nbytes(int dtype, int64_t n, int64_t k):
+    """Bytes of the panels of a matrix [n, k]."""
+    cdef int64_t size = pkv_panels_for(n)
+    if n <= 0 or k <= 0 or dtype < 0 or dtype >= PKV_N_DTYPES or k % pkv_form_of(dtype).unit:
+        raise error(f"a weight [{n}, {k}] needs positive dimensions, and k a multiple of its type's block",
+                    (PkvStatus.PKV_ERR_BAD_DIM,))
+    if k > 1 << 40 or not pkv_mul_size(size, pkv_panel_nbytes(dtype, k), &size):
         raise MemoryError(f"a weight of [{n}, {k}] does not fit one address space")
     return size
 
@@ -456,12 +461,11 @@ cdef class Arena:
 
     Apart, most would be too small for huge pages, and the fetching ahead would end with each."""
 
-    def __cinit__(self, list shapes):
-        for n, k in shapes:
-            self.n_bytes += packed_nbytes(n, k)
-        self.block = <char *>pkv_mem_alloc(self.n_bytes)
+    def __cinit__(self, size_t n_bytes):
+        self.n_bytes = n_bytes
+        self.block = <unsigned char *>pkv_mem_alloc(n_bytes)
         if self.block is NULL:
-            raise MemoryError(f"no memory for {self.n_bytes} bytes of weights")
+            raise MemoryError(f"no memory for {n_bytes} bytes of weights")
 
     def __dealloc__(self):
         pkv_mem_free(self.block, self.n_bytes)
@@ -470,14 +474,24 @@ cdef class Arena:
 cdef class PackedWeight:
     """A matrix ``[n, k]`` in the kernels' panels, made by :func:`pagedkv.pack`."""
 
-    def __cinit__(self, int64_t n, int64_t k, Arena arena=None):
-        cdef size_t n_bytes = packed_nbytes(n, k)
-        self.arena = Arena([(n, k)]) if arena is None else arena
-        if n_bytes > self.arena.n_bytes - self.arena.n_used:
+    def __cinit__(self, int64_t n, int64_t k, list dtypes, Arena arena=None):
+        """dtypes: type of each panel of 32 rows."""
+        cdef int64_t i
+        if len(dtypes) != pkv_panels_for(n):
+            raise error(f"{len(dtypes)} panel types for {n} rows", (PkvStatus.PKV_ERR_BAD_DIM,))
+        self.n_bytes = sum([packed_nbytes(dtype, PKV_PANEL, k) for dtype in dtypes])
+        self.arena = Arena(self.n_bytes) if arena is None else arena
+        if self.n_bytes > self.arena.n_bytes - self.arena.n_used:
             raise error(f"the arena has no place for a weight of [{n}, {k}]", (PkvStatus.PKV_ERR_BAD_DIM,))
-        self.panels = <float *>(self.arena.block + self.arena.n_used)
-        self.arena.n_used += n_bytes
-        self.n, self.k, self.n_bytes = n, k, n_bytes
+        self.panels = <pkv_panel *>new_array(len(dtypes), sizeof(pkv_panel))
+        for i in range(len(dtypes)):
+            self.panels[i].dtype = dtypes[i]
+            self.panels[i].data = self.arena.block + self.arena.n_used
+            self.arena.n_used += pkv_panel_nbytes(dtypes[i], k)
+        self.n, self.k = n, k
+
+    def __dealloc__(self):
+        free(self.panels)
 
     @property
     def shape(self):
@@ -494,16 +508,48 @@ cdef class PackedWeight:
         w.panels, w.n, w.k = self.panels, self.n, self.k
         return w
 
-    def _fill(self, const float[:, ::1] w, int64_t row=0, int64_t first=0, int64_t step=1):
-        """Rows of `w` become rows `row` and on, counted over every `step`-th panel from the `first`."""
-        cdef int64_t n = w.shape[0], k = w.shape[1], begin = row // PKV_PANEL
-        cdef int64_t end = pkv_panels_for(row + n), panel
+    def _fill(self, const unsigned char[::1] raw, int64_t n, const int64_t[::1] row_order=None, int64_t first=0,
+              int64_t step=1):
+        """Pack n stored rows, all of one type, into every `step`-th panel from the `first`.
+
+        raw: the rows as a file has them, one after the other; row i is stored row row_order[i]."""
+        cdef int64_t n_panels = pkv_panels_for(n), i, n_stored
         cdef int n_threads = n_threads_now()
-        if k != self.k or n <= 0 or row < 0 or first + step * (end - 1) >= pkv_panels_for(self.n):
-            raise error(f"rows [{row}, {row + n}) of width {k} do not fit a packed [{self.n}, {self.k}]",
+        cdef pkv_form form = pkv_form_of(self.panels[first].dtype)
+        cdef int64_t row_nbytes = self.k // form.unit * form.block_nbytes
+        cdef const int64_t *order = NULL
+        if n <= 0 or first < 0 or first + step * (n_panels - 1) >= pkv_panels_for(self.n):
+            raise error(f"{n} rows from panel {first} do not fit a packed [{self.n}, {self.k}]",
                         (PkvStatus.PKV_ERR_BAD_DIM,))
-        for panel in prange(begin, end, nogil=True, num_threads=n_threads, schedule="static"):
-            pkv_pack_panel_f32(&w[0, 0], n, k, row, first, step, panel, self.panels)
+        n_stored = raw.shape[0] // row_nbytes
+        if row_order is not None:
+            order = &row_order[0]
+            if row_order.shape[0] != n or np.min(row_order) < 0 or np.max(row_order) >= n_stored:
+                raise error("the order of rows leaves the stored ones", (PkvStatus.PKV_ERR_BAD_DIM,))
+        if raw.shape[0] != n_stored * row_nbytes or n_stored < n:
+            raise error(f"{raw.shape[0]} bytes are not {n} rows of {row_nbytes}", (PkvStatus.PKV_ERR_BAD_DIM,))
+        for i in prange(n_panels, nogil=True, num_threads=n_threads, schedule="dynamic"):
+            fill_panel(&self.panels[first + step * i], &raw[0], row_nbytes, order, 32 * i, n, self.k)
+
+    def _expand(self):
+        """The float32 values that the panels stand for, [n, k]; a copy."""
+        cdef int64_t n_panels = pkv_panels_for(self.n), i
+        cdef float[:, :, ::1] out = np.empty((n_panels, self.k, PKV_PANEL), np.float32)
+        for i in range(n_panels):
+            KERNELS.expand(self.panels[i].dtype, <const unsigned char *>self.panels[i].data, 0, self.k, &out[i, 0, 0])
+        return np.asarray(out).transpose(0, 2, 1).reshape(-1, self.k)[:self.n]
+
+
+cdef void fill_panel(const pkv_panel *panel, const unsigned char *raw, int64_t row_nbytes, const int64_t *order,
+                     int64_t row, int64_t n, int64_t k) noexcept nogil:
+    """One panel from stored rows [row, row + 32), fewer at the end."""
+    cdef const unsigned char *rows[32]
+    cdef int64_t i
+    for i in range(PKV_PANEL):
+        rows[i] = NULL
+        if row + i < n:
+            rows[i] = raw + (order[row + i] if order is not NULL else row + i) * row_nbytes
+    pkv_pack_panel(panel.dtype, rows, k, <unsigned char *>panel.data)
 
 
 def matmul(const float[:, ::1] x, PackedWeight w not None, float[:, ::1] out):
@@ -511,18 +557,20 @@ def matmul(const float[:, ::1] x, PackedWeight w not None, float[:, ::1] out):
     cdef pkv_weight weight = w.view()
     cdef int64_t m = x.shape[0], n_panels = pkv_panels_for(w.n), i
     cdef int n_threads = n_threads_now()
-    cdef int64_t n_groups = pkv_n_groups(n_panels, w.k, n_threads)
+    cdef int64_t n_groups = pkv_n_groups(n_panels, n_threads)
     cdef uint64_t saved
     if x.shape[1] != w.k or out.shape[0] != m or out.shape[1] != w.n:
         raise error(f"x [{m}, {x.shape[1]}] does not go with w [{w.n}, {w.k}]", (PkvStatus.PKV_ERR_BAD_DIM,))
     if m == 0:
         return
+    cdef Scratch scratch = Scratch(PKV_MATMUL_SCRATCH * n_threads)
     with nogil, parallel(num_threads=n_threads):
         saved = pkv_fpenv_enter()
         for i in prange(n_groups, schedule="static"):
             pkv_matmul_panels(KERNELS, &x[0, 0], weight.k, m, &weight, pkv_group_begin(i, n_groups, n_panels),
                               pkv_group_begin(i + 1, n_groups, n_panels),
-                              &out[0, 0] + pkv_group_begin(i, n_groups, n_panels) * PKV_PANEL, weight.n)
+                              &out[0, 0] + pkv_group_begin(i, n_groups, n_panels) * PKV_PANEL, weight.n,
+                              scratch.block + threadid() * PKV_MATMUL_SCRATCH)
         pkv_fpenv_leave(saved)
 
 
@@ -874,10 +922,10 @@ cdef void run_pass(const pkv_step *s, int n_threads) noexcept nogil:
     cdef const pkv_model *m = s.model
     cdef const pkv_layer *layer = &m.layers[0]       # all layers are cut alike
     cdef int64_t i, n
-    cdef int64_t qkv_groups = pkv_n_groups(pkv_panels_for(layer.qkv.n), layer.qkv.k, n_threads)
-    cdef int64_t o_groups = pkv_n_groups(pkv_panels_for(layer.o.n), layer.o.k, n_threads)
-    cdef int64_t down_groups = pkv_n_groups(pkv_panels_for(layer.down.n), layer.down.k, n_threads)
-    cdef int64_t head_groups = pkv_n_groups(pkv_panels_for(m.vocab_size), m.hidden_dim, n_threads)
+    cdef int64_t qkv_groups = pkv_n_groups(pkv_panels_for(layer.qkv.n), n_threads)
+    cdef int64_t o_groups = pkv_n_groups(pkv_panels_for(layer.o.n), n_threads)
+    cdef int64_t down_groups = pkv_n_groups(pkv_panels_for(layer.down.n), n_threads)
+    cdef int64_t head_groups = pkv_n_groups(pkv_panels_for(m.vocab_size), n_threads)
     cdef uint64_t saved
     with parallel(num_threads=n_threads):
         saved = pkv_fpenv_enter()
@@ -888,7 +936,7 @@ cdef void run_pass(const pkv_step *s, int n_threads) noexcept nogil:
             for i in prange(s.n_rows, schedule="static"):
                 pkv_step_norm(s, layer.attn_norm, i)
             for i in prange(qkv_groups, schedule="static"):
-                pkv_step_qkv(s, layer, i, qkv_groups)
+                pkv_step_qkv(s, layer, i, qkv_groups, threadid())
             for i in prange(s.n_rows, schedule="static"):
                 pkv_step_rope_append(s, n, i)
             for i in prange(s.plan.n_run, schedule="dynamic"):
@@ -897,18 +945,18 @@ cdef void run_pass(const pkv_step *s, int n_threads) noexcept nogil:
                 for i in prange(s.plan.n_join, schedule="static"):
                     pkv_step_join(s, i)
             for i in prange(o_groups, schedule="static"):
-                pkv_step_attn_out(s, layer, i, o_groups)
+                pkv_step_attn_out(s, layer, i, o_groups, threadid())
             for i in prange(s.n_rows, schedule="static"):
                 pkv_step_norm(s, layer.ffn_norm, i)
             for i in prange(pkv_panels_for(m.ffn_dim), schedule="static"):
                 pkv_step_gate_up(s, layer, i, threadid())
             for i in prange(down_groups, schedule="static"):
-                pkv_step_down(s, layer, i, down_groups)
+                pkv_step_down(s, layer, i, down_groups, threadid())
         for i in prange(s.n_out, schedule="static"):
             pkv_step_out_norm(s, i)
         if s.n_out > 0:
             for i in prange(head_groups, schedule="static"):
-                pkv_step_head(s, i, head_groups)
+                pkv_step_head(s, i, head_groups, threadid())
         pkv_fpenv_leave(saved)
 
 
@@ -932,7 +980,7 @@ cdef class ModelCore:
         if 2 * m.rope_half > m.attn.head_dim or m.rope_half == 0:
             raise error(f"{m.rope_half} rotating pairs do not fit head_dim {m.attn.head_dim}",
                         (Flv4Status.FLV4_ERR_BAD_DIM,))
-        q_dim, kv_dim = config.n_heads * config.head_dim, config.kv_dim
+        q_dim = config.n_heads * config.head_dim
         if len(layers) != m.n_layers or m.n_layers <= 0:
             raise error(f"{len(layers)} layers, the configuration says {m.n_layers}", (Flv4Status.FLV4_ERR_BAD_DIM,))
         self.keep = [inv_freq, out_norm, embedding, head, layers]
@@ -943,7 +991,6 @@ cdef class ModelCore:
         need(embedding.shape == (m.vocab_size, m.hidden_dim), "embedding")
         need(head.shape == (m.vocab_size, m.hidden_dim), "head")
         m.out_norm, m.embedding, m.head = &out_norm[0], embedding.view(), head.view()
-        gate_up_rows = 2 * pkv_panels_for(m.ffn_dim) * PKV_PANEL
         for i, given in enumerate(layers):
             layer = &self.layers[i]
             array = given["attn_norm"]
@@ -954,10 +1001,10 @@ cdef class ModelCore:
             layer.ffn_norm = &array[0]
             if given["qkv_bias"] is not None:
                 array = given["qkv_bias"]
-                need(array.shape[0] == q_dim + 2 * kv_dim, f"QKV bias of layer {i}")
+                need(array.shape[0] == pkv_qkv_len(m), f"QKV bias of layer {i}")
                 layer.qkv_bias = &array[0]
-            for name, shape in (("qkv", (q_dim + 2 * kv_dim, m.hidden_dim)), ("o", (m.hidden_dim, q_dim)),
-                                ("gate_up", (gate_up_rows, m.hidden_dim)), ("down", (m.hidden_dim, m.ffn_dim))):
+            for name, shape in (("qkv", (pkv_qkv_len(m), m.hidden_dim)), ("o", (m.hidden_dim, q_dim)),
+                                ("gate_up", (2 * pkv_pad(m.ffn_dim), m.hidden_dim)), ("down", (m.hidden_dim, m.ffn_dim))):
                 need(given[name].shape == shape, f"{name} of layer {i}")
             layer.qkv, layer.o = (<PackedWeight?>given["qkv"]).view(), (<PackedWeight?>given["o"]).view()
             layer.gate_up = (<PackedWeight?>given["gate_up"]).view()

@@ -38,35 +38,46 @@ def _available_nbytes():
         return 4 << 30
 
 
-def _pad(n):
-    """Rows of whole panels that hold `n` rows."""
-    return -(-n // _core.PANEL) * _core.PANEL
+def _n_panels(n):
+    return -(-n // _core.PANEL)
 
 
-def _packed(arena, *parts):
-    """One packed matrix from row-wise parts."""
-    packed = _core.PackedWeight(sum(part.shape[0] for part in parts), parts[0].shape[1], arena)
-    row = 0
-    for part in parts:
-        packed._fill(part.float32(), row)
-        row += part.shape[0]
-    return packed
+class _Matrix:
+    """A matrix to be: parts of a file, each in panels of its own, one part after the other or panel by panel in turn.
 
+    Parameters
+    ----------
+    parts : list of Tensor
+        ``[n_i, k]``. Several parts are padded to whole panels each.
+    expand : bool
+        Keep float32 values instead of the parts' own types.
+    in_turn : bool
+        Panel 0 of every part, then panel 1 of every part, ...; the parts have equally many.
+    """
 
-def _packed_pair(arena, gate, up):
-    """Gate and up in turn, panel by panel, each padded to whole panels."""
-    packed = _core.PackedWeight(2 * _pad(gate.shape[0]), gate.shape[1], arena)
-    packed._fill(gate.float32(), 0, 0, 2)
-    packed._fill(up.float32(), 0, 1, 2)
-    return packed
+    def __init__(self, parts, expand, in_turn):
+        self.parts, self.expand = parts, expand
+        self.k = parts[0].shape[1]
+        counts = [_n_panels(part.shape[0]) for part in parts]
+        self.n = parts[0].shape[0] if len(parts) == 1 else sum(counts) * _core.PANEL
+        types = [_core.DTYPES["f32" if expand else part.dtype] for part in parts]
+        if in_turn:
+            self.dtypes = types * counts[0]
+            self.first, self.step = list(range(len(parts))), len(parts)
+        else:
+            self.dtypes = [dtype for dtype, count in zip(types, counts) for _ in range(count)]
+            self.first, self.step = [sum(counts[:i]) for i in range(len(parts))], 1
 
+    @property
+    def nbytes(self):
+        return sum(_core.packed_nbytes(dtype, _core.PANEL, self.k) for dtype in self.dtypes)
 
-def _arena(config):
-    """Room for all packed weights, in the order in which :meth:`LlamaModel.from_file` takes it."""
-    c, q_dim = config, config.n_heads * config.head_dim
-    layer = [(q_dim + 2 * c.kv_dim, c.hidden_dim), (c.hidden_dim, q_dim), (2 * _pad(c.ffn_dim), c.hidden_dim),
-             (c.hidden_dim, c.ffn_dim)]
-    return _core.Arena(c.n_layers * layer + [(c.vocab_size, c.hidden_dim)] * (1 if c.tied_embeddings else 2))
+    def pack(self, arena):
+        packed = _core.PackedWeight(self.n, self.k, self.dtypes, arena)
+        for part, first in zip(self.parts, self.first):
+            raw = part.float32().reshape(-1).view(np.uint8) if self.expand else part.raw
+            packed._fill(raw, part.shape[0], None if self.expand else part.row_order, first, self.step)
+        return packed
 
 
 class LlamaModel:
@@ -107,7 +118,8 @@ class LlamaModel:
             A ``.gguf`` file, a directory with ``config.json`` and safetensors, or a known name
             (``"smollm2-135m"``), which is fetched once.
         weights : {"auto", "float32"}
-            How weights are kept in memory. Both expand to float32 in this version.
+            How weights are kept in memory: as the file has them (quantised ones stay so, and stand for exactly
+            the float32 values that the format defines), or all expanded to float32. The logits are the same.
 
         Raises
         ------
@@ -119,17 +131,23 @@ class LlamaModel:
         if weights not in ("auto", "float32"):
             raise ValueError(f"weights must be 'auto' or 'float32', not {weights!r}")
         with open_model(hub.find_model(path_or_name)) as file:
-            return cls.from_file(file)
+            return cls.from_file(file, weights)
 
     @classmethod
-    def from_file(cls, file):
+    def from_file(cls, file, weights="auto"):
         """Build from an open :class:`pagedkv.formats` model file; the file may be closed after."""
         config = file.config
 
         def vector(name):
             return file.tensor(name).float32()
 
-        arena = _arena(config)
+        def matrix(*names, in_turn=False):
+            return _Matrix([file.tensor(name) for name in names], weights == "float32", in_turn)
+
+        def bias(prefix):
+            parts = [vector(f"{prefix}{x}_proj.bias") for x in "qkv"]
+            return np.concatenate([np.pad(part, (0, -len(part) % _core.PANEL)) for part in parts])
+
         layers = []
         for i in range(config.n_layers):
             prefix = f"model.layers.{i}."
@@ -137,16 +155,21 @@ class LlamaModel:
             layers.append({
                 "attn_norm": vector(prefix + "input_layernorm.weight"),
                 "ffn_norm": vector(prefix + "post_attention_layernorm.weight"),
-                "qkv_bias": np.concatenate([vector(f"{attention}{x}_proj.bias") for x in "qkv"])
-                if config.qkv_bias else None,
-                "qkv": _packed(arena, *(file.tensor(f"{attention}{x}_proj.weight") for x in "qkv")),
-                "o": _packed(arena, file.tensor(attention + "o_proj.weight")),
-                "gate_up": _packed_pair(arena, file.tensor(mlp + "gate_proj.weight"),
-                                        file.tensor(mlp + "up_proj.weight")),
-                "down": _packed(arena, file.tensor(mlp + "down_proj.weight")),
+                "qkv_bias": bias(attention) if config.qkv_bias else None,
+                "qkv": matrix(*(f"{attention}{x}_proj.weight" for x in "qkv")),
+                "o": matrix(attention + "o_proj.weight"),
+                "gate_up": matrix(mlp + "gate_proj.weight", mlp + "up_proj.weight", in_turn=True),
+                "down": matrix(mlp + "down_proj.weight"),
             })
-        embedding = _packed(arena, file.tensor("model.embed_tokens.weight"))
-        head = embedding if config.tied_embeddings else _packed(arena, file.tensor("lm_head.weight"))
+        embedding = matrix("model.embed_tokens.weight")
+        head = embedding if config.tied_embeddings else matrix("lm_head.weight")
+        in_order = [layer[name] for layer in layers for name in ("qkv", "o", "gate_up", "down")]
+        in_order += [embedding] if head is embedding else [embedding, head]
+        arena = _core.Arena(sum(each.nbytes for each in in_order))
+        packed = {each: each.pack(arena) for each in in_order}
+        layers = [{name: packed[value] if isinstance(value, _Matrix) else value
+                   for name, value in layer.items()} for layer in layers]
+        embedding, head = packed[embedding], packed[head]
         inv_freq = rope_inv_freq(config.rope_theta, config.rope_dim, config.rope_scaling, config.rope_factor,
                                  config.rope_low_freq_factor, config.rope_high_freq_factor,
                                  config.rope_original_context_len, config.rope_freq_factors)

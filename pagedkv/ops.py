@@ -53,10 +53,10 @@ def pack(w):
     [[1.0, 2.0, 3.0]]
     """
     w = _float32(w, "w")
-    if w.ndim != 2:
-        raise BadDimError(f"a weight is a matrix [n, k], not an array of {w.ndim} dimensions")
-    packed = PackedWeight(*w.shape)
-    packed._fill(w)
+    if w.ndim != 2 or w.size == 0:
+        raise BadDimError(f"a weight is a matrix [n, k] that is not empty, not an array of shape {list(w.shape)}")
+    packed = PackedWeight(*w.shape, [_core.DTYPES["f32"]] * -(-w.shape[0] // _core.PANEL))
+    packed._fill(w.reshape(-1).view(np.uint8), w.shape[0])
     return packed
 
 

@@ -10,6 +10,8 @@
 
 #if (defined(__x86_64__) || defined(_M_X64)) && (defined(__GNUC__) || defined(__clang__))
 #define PKV_HAVE_X86 1
+#include <cpuid.h>
+
 #include "kernels_avx2.h"
 #include "kernels_avx512.h"
 #endif
@@ -29,8 +31,11 @@ typedef struct pkv_kernels {
     void (*rope)(float *head, const float *cos, const float *sin, int64_t half);
     void (*swiglu)(const float *gate, const float *up, float *y, int64_t n);
     void (*add)(float *y, const float *x, int64_t n);
-    void (*matmul_f32)(const float *x, int64_t ldx, int64_t n_rows, const float *panels, int64_t panel_stride,
-                       int64_t n_k, float *y, int64_t ldy, int64_t n_cols, int accumulate);
+    void (*matmul_f32)(const float *x, int64_t ldx, int64_t n_rows, const float *panel, int64_t n_k, float *y,
+                       int64_t ldy, int64_t n_cols, int accumulate, const float *next);
+    void (*matmul_coded)(int dtype, const float *x, int64_t ldx, int64_t n_rows, const uint8_t *panel, int64_t n_k,
+                         float *y, int64_t ldy, int64_t n_cols);
+    void (*expand)(int dtype, const uint8_t *panel, int64_t k_0, int64_t n_k, float *out);
     void (*attn_scores)(const float *q, int64_t n_q, const float *k, int64_t ldk, int64_t n_k, int64_t head_dim,
                         float scale, float *s, int64_t lds, const float *next);
     void (*attn_values)(const float *p, int64_t ldp, int64_t n_q, const float *v, int64_t ldv, int64_t n_k,
@@ -51,6 +56,8 @@ typedef struct pkv_kernels {
      pkv_swiglu_f32_##ISA,                                                                                     \
      pkv_add_f32_##ISA,                                                                                        \
      pkv_matmul_f32_##ISA,                                                                                     \
+     pkv_matmul_coded_##ISA,                                                                                   \
+     pkv_expand_##ISA,                                                                                         \
      pkv_attn_scores_f32_##ISA,                                                                                \
      pkv_attn_values_f32_##ISA,                                                                                \
      pkv_attn_merge_f32_##ISA,                                                                                 \
@@ -70,6 +77,14 @@ static const pkv_kernels pkv_kernel_tables[] = {
 
 static inline int pkv_n_kernel_tables(void) { return (int)(sizeof pkv_kernel_tables / sizeof *pkv_kernel_tables); }
 
+#ifdef PKV_HAVE_X86
+/* F16C, which __builtin_cpu_supports knows by name only since GCC 11 and clang 18. */
+static inline int pkv_cpu_has_f16c(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 /* Whether this CPU and operating system run the i-th table's instructions. */
 static inline int pkv_isa_runs(int i) {
     const char *isa = pkv_kernel_tables[i].isa;
@@ -78,7 +93,7 @@ static inline int pkv_isa_runs(int i) {
     if (strcmp(isa, "avx512") == 0)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("fma");
     if (strcmp(isa, "avx2") == 0)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && pkv_cpu_has_f16c();
 #endif
     (void)isa;
     return 1; /* scalar; NEON is part of every AArch64 */

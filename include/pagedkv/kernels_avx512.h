@@ -167,6 +167,9 @@ static void pkv_add_f32_avx512(float *y, const float *x, int64_t n) {
  * hardware prefetcher stops at. */
 #define PKV_AHEAD_AVX512 1024
 
+/* Bytes that a lone tile of codes asks for ahead. */
+#define PKV_CODED_AHEAD_AVX512 2048
+
 #define PKV_MATMUL_ROWS(R)                                                                                     \
     static void pkv_matmul_##R##rows_avx512(const float *x, int64_t ldx, const float *panel, int64_t n_k,      \
                                             const float *ahead, int64_t ahead_step, float *y, int64_t ldy,     \
@@ -204,9 +207,8 @@ PKV_MATMUL_ROWS(10)
 PKV_MATMUL_ROWS(11)
 #undef PKV_MATMUL_ROWS
 
-static void pkv_matmul_f32_avx512(const float *x, int64_t ldx, int64_t n_rows, const float *panels,
-                                  int64_t panel_stride, int64_t n_k, float *y, int64_t ldy, int64_t n_cols,
-                                  int accumulate) {
+static void pkv_matmul_f32_avx512(const float *x, int64_t ldx, int64_t n_rows, const float *panel, int64_t n_k,
+                                  float *y, int64_t ldy, int64_t n_cols, int accumulate, const float *next) {
     typedef void (*rows_fn)(const float *, int64_t, const float *, int64_t, const float *, int64_t, float *,
                             int64_t, __mmask16, __mmask16, int);
     static const rows_fn by_rows[PKV_MAX_ROWS_AVX512] = {
@@ -215,24 +217,213 @@ static void pkv_matmul_f32_avx512(const float *x, int64_t ldx, int64_t n_rows, c
         pkv_matmul_9rows_avx512, pkv_matmul_10rows_avx512, pkv_matmul_11rows_avx512};
     /* Equal tiles: 13 rows run as 7 and 6, since a tile of one row would wait for its two chains. */
     int64_t n_tiles = (n_rows + PKV_MAX_ROWS_AVX512 - 1) / PKV_MAX_ROWS_AVX512;
-    for (int64_t j = 0; j < n_cols; j += PKV_PANEL, panels += panel_stride) {
-        int64_t width = n_cols - j < PKV_PANEL ? n_cols - j : PKV_PANEL;
-        __mmask16 live_0 = width >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(width);
-        __mmask16 live_1 = width >= 32 ? (__mmask16)0xFFFF : width <= 16 ? 0 : pkv_tail_mask_avx512(width - 16);
-        for (int64_t tile = 0; tile < n_tiles; tile++) {
-            int64_t m = n_rows * tile / n_tiles, rows = n_rows * (tile + 1) / n_tiles - m;
-            /* One tile: its own stream comes from memory. Several: all but the first find the panel in L2, and
-             * the tiles share out the fetching of the next panel. */
-            const float *ahead = panels + PKV_AHEAD_AVX512;
-            int64_t ahead_step = PKV_PANEL;
-            if (n_tiles > 1) {
-                ahead = panels + panel_stride + n_k * tile / n_tiles * PKV_PANEL;
-                ahead_step = (PKV_PANEL + n_tiles - 1) / n_tiles;
+    __mmask16 live_0 = n_cols >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(n_cols);
+    __mmask16 live_1 = n_cols >= 32 ? (__mmask16)0xFFFF : n_cols <= 16 ? 0 : pkv_tail_mask_avx512(n_cols - 16);
+    for (int64_t tile = 0; tile < n_tiles; tile++) {
+        int64_t m = n_rows * tile / n_tiles, rows = n_rows * (tile + 1) / n_tiles - m;
+        /* One tile: its own stream comes from memory. Several: all but the first find the panel in L2, and the
+         * tiles share out the fetching of the next panel. */
+        const float *ahead = panel + PKV_AHEAD_AVX512;
+        int64_t ahead_step = PKV_PANEL;
+        if (n_tiles > 1) {
+            ahead = next + n_k * tile / n_tiles * PKV_PANEL;
+            ahead_step = (PKV_PANEL + n_tiles - 1) / n_tiles;
+        }
+        by_rows[rows - 1](x + m * ldx, ldx, panel, n_k, ahead, ahead_step, y + m * ldy, ldy, live_0, live_1,
+                          accumulate);
+    }
+}
+
+/* ---- Coded weights: two registers of a row of 32 become the float32 values they stand for ---- */
+
+#define PKV_INLINE_AVX512 static inline __attribute__((always_inline))
+
+/* Scales and minima of a group, two registers each; dtype is a constant where this is inlined. */
+PKV_INLINE_AVX512 void pkv_scales_avx512(int dtype, const uint8_t *unit, const uint8_t *group, __m512 *scale,
+                                         __m512 *minimum) {
+    pkv_form f = pkv_form_of(dtype);
+    for (int i = 0; i < 2; i++) {
+        const uint8_t *of_unit = (f.is_k ? unit : group) + 32 * i;
+        scale[i] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)of_unit));
+        minimum[i] = f.has_min ? _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(of_unit + 64)))
+                               : _mm512_setzero_ps();
+        if (f.is_k) {
+            __m128i factor = _mm_loadu_si128((const __m128i *)(group + 16 * i));
+            scale[i] = _mm512_mul_ps(scale[i], _mm512_cvtepi32_ps(dtype == PKV_Q6_K ? _mm512_cvtepi8_epi32(factor)
+                                                                                    : _mm512_cvtepu8_epi32(factor)));
+            if (f.has_min) {
+                __m128i factor_of_min = _mm_loadu_si128((const __m128i *)(group + 32 + 16 * i));
+                __m512 below = _mm512_mul_ps(minimum[i], _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(factor_of_min)));
+                minimum[i] = _mm512_castsi512_ps(
+                    _mm512_xor_si512(_mm512_castps_si512(below), _mm512_set1_epi32(INT32_MIN)));
             }
-            by_rows[rows - 1](x + m * ldx, ldx, panels, n_k, ahead, ahead_step, y + m * ldy + j, ldy, live_0,
-                              live_1, accumulate);
         }
     }
+}
+
+/* Codes of one row, less the bias, as floats. */
+PKV_INLINE_AVX512 void pkv_codes_avx512(int dtype, const uint8_t *low, const uint8_t *high, __m512 *code) {
+    pkv_form f = pkv_form_of(dtype);
+    __m128i low_u8x16 = _mm_loadu_si128((const __m128i *)low);
+    if (f.low_bits == 8) {
+        code[0] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(low_u8x16));
+        code[1] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(low + 16))));
+        return;
+    }
+    __m512i both = _mm512_cvtepu8_epi32(low_u8x16), nibble[2] = {both, _mm512_srli_epi32(both, 4)};
+    /* Tables of code - bias: the permutation looks at 4 (or, over two registers, 5) bits of an index only. */
+    const __m512 count = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 table = _mm512_sub_ps(count, _mm512_set1_ps((float)f.bias));
+    if (f.high_bits == 0) {
+        code[0] = _mm512_permutexvar_ps(nibble[0], table);
+        code[1] = _mm512_permutexvar_ps(nibble[1], table);
+    } else if (f.high_bits == 1) {
+        const __m512 upper = _mm512_add_ps(table, _mm512_set1_ps(16.0f));
+        for (int i = 0; i < 2; i++) {
+            __mmask16 fifth = (__mmask16)pkv_load_u16(high + 2 * i);
+            __m512i index = _mm512_and_si512(nibble[i], _mm512_set1_epi32(15));
+            index = _mm512_mask_add_epi32(index, fifth, index, _mm512_set1_epi32(16));
+            code[i] = _mm512_permutex2var_ps(table, index, upper);
+        }
+    } else {
+        __m512i bits = _mm512_cvtepu8_epi32(_mm_set1_epi64x(*(const int64_t *)(const void *)high));
+        const __m512i shift = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2);
+        for (int i = 0; i < 2; i++) {
+            __m512i upper = _mm512_srlv_epi32(bits, _mm512_add_epi32(shift, _mm512_set1_epi32(4 * i)));
+            upper = _mm512_slli_epi32(_mm512_and_si512(upper, _mm512_set1_epi32(3)), 4);
+            __m512i index = _mm512_or_si512(_mm512_and_si512(nibble[i], _mm512_set1_epi32(15)), upper);
+            code[i] = _mm512_cvtepi32_ps(_mm512_sub_epi32(index, _mm512_set1_epi32(f.bias)));
+        }
+    }
+}
+
+/* Values of row i of a group. */
+PKV_INLINE_AVX512 void pkv_values_row_avx512(int dtype, const uint8_t *group, int64_t i, const __m512 *scale,
+                                             const __m512 *minimum, __m512 *w) {
+    pkv_form f = pkv_form_of(dtype);
+    const uint8_t *low = group + pkv_scales_nbytes(f) + i * pkv_low_nbytes(f);
+    if (f.has_scale) {
+        pkv_codes_avx512(dtype, low, group + pkv_scales_nbytes(f) + f.group * pkv_low_nbytes(f) + i * pkv_high_nbytes(f),
+                         w);
+        for (int r = 0; r < 2; r++)
+            w[r] = f.has_min ? _mm512_fmadd_ps(scale[r], w[r], minimum[r]) : _mm512_mul_ps(scale[r], w[r]);
+        return;
+    }
+    for (int r = 0; r < 2; r++) {
+        if (dtype == PKV_F32)
+            w[r] = _mm512_loadu_ps((const float *)(const void *)low + 16 * r);
+        else if (dtype == PKV_F16)
+            w[r] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(low + 32 * r)));
+        else
+            w[r] = _mm512_castsi512_ps(_mm512_slli_epi32(
+                _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(low + 32 * r))), 16));
+    }
+}
+
+/* Expand, for a constant dtype. */
+PKV_INLINE_AVX512 void pkv_expand_of_avx512(int dtype, const uint8_t *panel, int64_t k_0, int64_t n_k, float *out) {
+    pkv_form f = pkv_form_of(dtype);
+    for (int64_t k = k_0; k < k_0 + n_k; k += f.group) {
+        const uint8_t *unit, *group = pkv_group_at(f, panel, k, &unit);
+        __m512 scale[2], minimum[2], w[2];
+        if (f.has_scale)
+            pkv_scales_avx512(dtype, unit, group, scale, minimum);
+        for (int64_t i = 0; i < f.group; i++, out += PKV_PANEL) {
+            pkv_values_row_avx512(dtype, group, i, scale, minimum, w);
+            _mm512_storeu_ps(out, w[0]);
+            _mm512_storeu_ps(out + 16, w[1]);
+        }
+    }
+}
+
+/* Matmul of R rows straight from codes, for constant dtype and R: each value is made once, in registers. */
+PKV_INLINE_AVX512 void pkv_coded_of_avx512(int dtype, const int R, const float *x, int64_t ldx, const uint8_t *panel,
+                                           int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {
+    pkv_form f = pkv_form_of(dtype);
+    __m512 acc[4][2];
+    for (int m = 0; m < R; m++)
+        acc[m][0] = acc[m][1] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < n_k; k += f.group) {
+        const uint8_t *unit, *group = pkv_group_at(f, panel, k, &unit);
+        __m512 scale[2], minimum[2], w[2];
+        if (f.has_scale)
+            pkv_scales_avx512(dtype, unit, group, scale, minimum);
+        for (int64_t i = 0; i < f.group; i++) {
+            _mm_prefetch((const char *)(group + i * pkv_low_nbytes(f) + PKV_CODED_AHEAD_AVX512), _MM_HINT_T1);
+            pkv_values_row_avx512(dtype, group, i, scale, minimum, w);
+            for (int m = 0; m < R; m++) {
+                __m512 x_k = _mm512_set1_ps(x[m * ldx + k + i]);
+                acc[m][0] = _mm512_fmadd_ps(x_k, w[0], acc[m][0]);
+                acc[m][1] = _mm512_fmadd_ps(x_k, w[1], acc[m][1]);
+            }
+        }
+    }
+    __mmask16 live_0 = n_cols >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(n_cols);
+    __mmask16 live_1 = n_cols >= 32 ? (__mmask16)0xFFFF : n_cols <= 16 ? 0 : pkv_tail_mask_avx512(n_cols - 16);
+    for (int m = 0; m < R; m++) {
+        _mm512_mask_storeu_ps(y + m * ldy, live_0, acc[m][0]);
+        _mm512_mask_storeu_ps(y + m * ldy + 16, live_1, acc[m][1]);
+    }
+}
+
+/* A case for each type, so that every branch on it is decided by the compiler. */
+#define PKV_EACH_DTYPE_AVX512(CASE)                                                                            \
+    CASE(PKV_F32)                                                                                              \
+    CASE(PKV_F16)                                                                                              \
+    CASE(PKV_BF16)                                                                                             \
+    CASE(PKV_Q8_0)                                                                                             \
+    CASE(PKV_Q4_0)                                                                                             \
+    CASE(PKV_Q4_1)                                                                                             \
+    CASE(PKV_Q5_0)                                                                                             \
+    CASE(PKV_Q5_1)                                                                                             \
+    CASE(PKV_Q4_K)                                                                                             \
+    CASE(PKV_Q5_K)                                                                                             \
+    CASE(PKV_Q6_K)
+
+static void pkv_expand_avx512(int dtype, const uint8_t *panel, int64_t k_0, int64_t n_k, float *out) {
+#define PKV_CASE(D)                                                                                            \
+    case D:                                                                                                    \
+        pkv_expand_of_avx512(D, panel, k_0, n_k, out);                                                         \
+        return;
+    switch (dtype) { PKV_EACH_DTYPE_AVX512(PKV_CASE) }
+#undef PKV_CASE
+}
+
+#define PKV_CODED_ROWS(R)                                                                                      \
+    static void pkv_coded_##R##rows_avx512(int dtype, const float *x, int64_t ldx, const uint8_t *panel,       \
+                                           int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {               \
+        switch (dtype) { PKV_EACH_DTYPE_AVX512(PKV_CASE_##R) }                                                 \
+    }
+#define PKV_CASE_R(D, R)                                                                                       \
+    case D:                                                                                                    \
+        pkv_coded_of_avx512(D, R, x, ldx, panel, n_k, y, ldy, n_cols);                                         \
+        return;
+#define PKV_CASE_1(D) PKV_CASE_R(D, 1)
+#define PKV_CASE_2(D) PKV_CASE_R(D, 2)
+#define PKV_CASE_3(D) PKV_CASE_R(D, 3)
+#define PKV_CASE_4(D) PKV_CASE_R(D, 4)
+PKV_CODED_ROWS(1)
+PKV_CODED_ROWS(2)
+PKV_CODED_ROWS(3)
+PKV_CODED_ROWS(4)
+#undef PKV_CASE_1
+#undef PKV_CASE_2
+#undef PKV_CASE_3
+#undef PKV_CASE_4
+#undef PKV_CASE_R
+#undef PKV_CODED_ROWS
+#undef PKV_EACH_DTYPE_AVX512
+
+static void pkv_matmul_coded_avx512(int dtype, const float *x, int64_t ldx, int64_t n_rows, const uint8_t *panel,
+                                    int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {
+    if (n_rows == 1)
+        pkv_coded_1rows_avx512(dtype, x, ldx, panel, n_k, y, ldy, n_cols);
+    else if (n_rows == 2)
+        pkv_coded_2rows_avx512(dtype, x, ldx, panel, n_k, y, ldy, n_cols);
+    else if (n_rows == 3)
+        pkv_coded_3rows_avx512(dtype, x, ldx, panel, n_k, y, ldy, n_cols);
+    else
+        pkv_coded_4rows_avx512(dtype, x, ldx, panel, n_k, y, ldy, n_cols);
 }
 
 /* Sixteen sets of lanes to their sixteen tree sums, element t from lanes[t]: the tree's four steps done for

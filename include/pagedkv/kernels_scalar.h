@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "layout.h"
+#include "weights.h"
 
 static inline float pkv_bits_to_f32(int32_t bits) {
     float x;
@@ -150,25 +151,40 @@ static void pkv_add_f32_scalar(float *y, const float *x, int64_t n) {
         y[i] = y[i] + x[i];
 }
 
-/* y[m, j] = sum_k x[m, k] w[k, j] over whole panels of packed weights.
- *   x       [n_rows, n_k]                     row stride ldx
- *   panels  [ceil(n_cols / 32), n_k, 32]      stride panel_stride from panel to panel, 64-byte aligned
- *   y       [n_rows, n_cols]                  row stride ldy; nothing beyond n_cols is written
- * With accumulate the sums start from y instead of 0: k can be split, and the bits stay. */
-static void pkv_matmul_f32_scalar(const float *x, int64_t ldx, int64_t n_rows, const float *panels,
-                                  int64_t panel_stride, int64_t n_k, float *y, int64_t ldy, int64_t n_cols,
-                                  int accumulate) {
-    for (int64_t j0 = 0; j0 < n_cols; j0 += PKV_PANEL, panels += panel_stride) {
-        int64_t width = n_cols - j0 < PKV_PANEL ? n_cols - j0 : PKV_PANEL;
-        for (int64_t m = 0; m < n_rows; m++) {
-            float acc[PKV_PANEL] = {0};
-            if (accumulate)
-                memcpy(acc, y + m * ldy + j0, (size_t)width * sizeof *acc);
-            for (int64_t k = 0; k < n_k; k++)
-                for (int64_t j = 0; j < width; j++)
-                    acc[j] = fmaf(x[m * ldx + k], panels[k * PKV_PANEL + j], acc[j]);
-            memcpy(y + m * ldy + j0, acc, (size_t)width * sizeof *acc);
-        }
+/* y[m, j] = sum_k x[m, k] w[k, j] over one panel of packed weights.
+ *   x      [n_rows, n_k]     row stride ldx
+ *   panel  [n_k, 32]         64-byte aligned
+ *   y      [n_rows, n_cols]  row stride ldy, n_cols <= 32; nothing beyond n_cols is written
+ * With accumulate the sums start from y instead of 0: k can be split, and the bits stay.
+ * next is what will be read after the panel; SIMD files ask memory for it, nothing here depends on it. */
+static void pkv_matmul_f32_scalar(const float *x, int64_t ldx, int64_t n_rows, const float *panel, int64_t n_k,
+                                  float *y, int64_t ldy, int64_t n_cols, int accumulate, const float *next) {
+    (void)next;
+    for (int64_t m = 0; m < n_rows; m++) {
+        float acc[PKV_PANEL] = {0};
+        if (accumulate)
+            memcpy(acc, y + m * ldy, (size_t)n_cols * sizeof *acc);
+        for (int64_t k = 0; k < n_k; k++)
+            for (int64_t j = 0; j < n_cols; j++)
+                acc[j] = fmaf(x[m * ldx + k], panel[k * PKV_PANEL + j], acc[j]);
+        memcpy(y + m * ldy, acc, (size_t)n_cols * sizeof *acc);
+    }
+}
+
+/* Values [k_0, k_0 + n_k) of a panel of any type as float32: out [n_k, 32]. */
+static void pkv_expand_scalar(int dtype, const uint8_t *panel, int64_t k_0, int64_t n_k, float *out) {
+    for (int64_t col = 0; col < PKV_PANEL; col++)
+        pkv_expand_column(dtype, panel, k_0, n_k, col, out + col, PKV_PANEL);
+}
+
+/* Few rows straight from codes: y[m, j] = sum_k x[m, k] w[k, j] over one panel, whole k, from 0. */
+static void pkv_matmul_coded_scalar(int dtype, const float *x, int64_t ldx, int64_t n_rows, const uint8_t *panel,
+                                    int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {
+    float values[PKV_CODED_K * PKV_PANEL] __attribute__((aligned(64)));
+    for (int64_t k = 0; k < n_k; k += PKV_CODED_K) {
+        int64_t n = pkv_min(PKV_CODED_K, n_k - k);
+        pkv_expand_scalar(dtype, panel, k, n, values);
+        pkv_matmul_f32_scalar(x + k, ldx, n_rows, values, n, y, ldy, n_cols, k > 0, values);
     }
 }
 

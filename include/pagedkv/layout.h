@@ -39,9 +39,6 @@ static inline int64_t pkv_blocks_for(int64_t n_tokens, int64_t block_size) {
 /* Panels that hold n output columns. */
 static inline int64_t pkv_panels_for(int64_t n) { return n / PKV_PANEL + (n % PKV_PANEL != 0); }
 
-/* Element offset of panel p in weights packed as [n_panels, k, PKV_PANEL]. */
-static inline int64_t pkv_panel_offset(int64_t panel, int64_t k) { return panel * k * PKV_PANEL; }
-
 /* Chunks that positions [0, n_tokens) touch. */
 static inline int64_t pkv_chunks_for(int64_t n_tokens) {
     return n_tokens / PKV_CHUNK + (n_tokens % PKV_CHUNK != 0);

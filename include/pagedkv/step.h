@@ -16,13 +16,25 @@
  * 512 rows keep the arithmetic near the FMA limit and the activations of an 8B model under 100 MB. */
 #define PKV_STEP_ROWS 512
 
-/* Steps of k that one pass of the matmul takes: the rows' x stays in L1 (12 rows x 512 x 4 B = 24 KiB), and
+/* Steps of k that one pass of the matmul takes: the rows' x stays in L1 (11 rows x 512 x 4 B = 22 KiB), and
  * the panel's slice (64 KiB) in L2 while all rows pass over it. */
 #define PKV_K_TILE 512
 
-/* A matrix [n, k] in panels, 64-byte aligned, [ceil(n / 32), k, 32], the last panel padded with zeros. */
+/* Panels whose slices lie in L2 together while the rows pass over them (256 KiB). */
+#define PKV_SLICE_PANELS 4
+
+/* Up to this many rows are multiplied straight from codes; more are worth the expanding of a slice first. */
+#define PKV_CODED_ROWS 4
+
+typedef struct pkv_panel {
+    const void *data; /* 64-byte aligned; see weights.h */
+    int32_t dtype;
+} pkv_panel;
+
+/* A matrix [n, k] in panels of 32 columns, the last one padded with zeros. Each panel has its own type: files
+ * mix them, and one matrix here may join several of a file. */
 typedef struct pkv_weight {
-    const float *panels;
+    const pkv_panel *panels; /* [ceil(n / 32)] */
     int64_t n;
     int64_t k;
 } pkv_weight;
@@ -30,10 +42,10 @@ typedef struct pkv_weight {
 typedef struct pkv_layer {
     const float *attn_norm; /* [hidden_dim] */
     const float *ffn_norm;  /* [hidden_dim] */
-    const float *qkv_bias;  /* [q_dim + 2 * kv_dim], or NULL */
-    pkv_weight qkv;         /* [q_dim + 2 * kv_dim, hidden_dim]: Q, K, V rows one after the other */
+    const float *qkv_bias;  /* [qkv.n], or NULL */
+    pkv_weight qkv;         /* [qkv.n, hidden_dim]: Q, K and V, each padded to whole panels */
     pkv_weight o;           /* [hidden_dim, q_dim] */
-    pkv_weight gate_up;     /* [2 * ffn_dim, hidden_dim]: panels of gate and up in turn */
+    pkv_weight gate_up;     /* [2 * pad(ffn_dim), hidden_dim]: panels of gate and up in turn */
     pkv_weight down;        /* [hidden_dim, ffn_dim] */
 } pkv_layer;
 
@@ -63,7 +75,7 @@ typedef struct pkv_step {
     float *logits;          /* [n_out, vocab_size] */
     float *x;               /* [n_rows, hidden_dim] the residual stream */
     float *normed;          /* [n_rows, hidden_dim] */
-    float *qkv;             /* [n_rows, q_dim + 2 * kv_dim] */
+    float *qkv;             /* [n_rows, qkv.n] */
     float *attn;            /* [n_rows, q_dim] */
     float *proj;            /* [n_rows, hidden_dim] */
     float *ffn;             /* [n_rows, ffn_dim] */
@@ -76,20 +88,22 @@ typedef struct pkv_step {
 static inline int64_t pkv_q_dim(const pkv_model *m) { return m->attn.n_heads * m->attn.head_dim; }
 static inline int64_t pkv_kv_dim(const pkv_model *m) { return m->attn.n_kv_heads * m->attn.head_dim; }
 
-/* Bytes of packed weights that one task takes through all rows: a part of L2, beside the rows. */
-#define PKV_GROUP_NBYTES (384 * 1024)
+/* n rounded up to whole panels. */
+static inline int64_t pkv_pad(int64_t n) { return pkv_panels_for(n) * PKV_PANEL; }
+
+/* Columns of the joined Q, K and V. */
+static inline int64_t pkv_qkv_len(const pkv_model *m) { return pkv_pad(pkv_q_dim(m)) + 2 * pkv_pad(pkv_kv_dim(m)); }
 
 /* Up to this many rows x fits the cache at any k, and the sums need not leave the registers. */
 #define PKV_FEW_ROWS 11
 
-/* Rows that pass over a group of panels together: their x stays in L2 while they do. */
+/* Rows that pass over a slice together: their x stays in L2 while they do. */
 #define PKV_ROW_BLOCK 110
 
-/* Groups that n_panels panels of depth k are cut into for n_threads threads: equal to within one panel, a
- * multiple of the threads, each within PKV_GROUP_NBYTES where that is at least a panel. */
-static inline int64_t pkv_n_groups(int64_t n_panels, int64_t k, int64_t n_threads) {
-    int64_t most = PKV_GROUP_NBYTES / (k * PKV_PANEL * (int64_t)sizeof(float));
-    int64_t rounds = (n_panels - 1) / (n_threads * (most < 1 ? 1 : most)) + 1;
+/* Groups that n_panels panels are cut into for n_threads threads: equal to within one panel, a multiple of the
+ * threads, each of a slice's panels or fewer. */
+static inline int64_t pkv_n_groups(int64_t n_panels, int64_t n_threads) {
+    int64_t rounds = (n_panels - 1) / (n_threads * PKV_SLICE_PANELS) + 1;
     return pkv_min(n_panels, n_threads * (rounds < 2 ? 2 : rounds));
 }
 
@@ -98,30 +112,78 @@ static inline int64_t pkv_group_begin(int64_t i, int64_t n_groups, int64_t n_pan
     return i * n_panels / n_groups;
 }
 
-/* Columns of panels [begin, end) of y = x W^T for all rows; y has row stride ldy and starts at the first of
- * these columns. */
-static inline void pkv_matmul_panels(const pkv_kernels *kernels, const float *x, int64_t ldx, int64_t n_rows,
-                                     const pkv_weight *w, int64_t begin, int64_t end, float *y, int64_t ldy) {
-    int64_t n_cols = pkv_min((end - begin) * PKV_PANEL, w->n - begin * PKV_PANEL);
-    const float *panels = w->panels + pkv_panel_offset(begin, w->k);
-    int64_t n_blocks = (n_rows + PKV_ROW_BLOCK - 1) / PKV_ROW_BLOCK;
+/* Floats of scratch that pkv_matmul_panels needs. */
+#define PKV_MATMUL_SCRATCH (PKV_SLICE_PANELS * PKV_K_TILE * PKV_PANEL)
+
+/* At most PKV_SLICE_PANELS panels [begin, end) of y = x W^T for more rows than PKV_CODED_ROWS, slice by slice
+ * of k; y starts at the first of these columns. */
+static inline void pkv_matmul_slices(const pkv_kernels *kernels, const float *x, int64_t ldx, int64_t n_rows,
+                                     const pkv_weight *w, int64_t begin, int64_t end, float *y, int64_t ldy,
+                                     float *scratch) {
+    int64_t n_blocks = (n_rows + PKV_ROW_BLOCK - 1) / PKV_ROW_BLOCK, n_panels = end - begin;
     int64_t tile = n_rows > PKV_FEW_ROWS ? PKV_K_TILE : w->k;
-    for (int64_t i = 0; i < n_blocks; i++) {
-        int64_t m = n_rows * i / n_blocks, rows = n_rows * (i + 1) / n_blocks - m;
-        for (int64_t k = 0; k < w->k; k += tile)
-            kernels->matmul_f32(x + m * ldx + k, ldx, rows, panels + k * PKV_PANEL, pkv_panel_offset(1, w->k),
-                                pkv_min(tile, w->k - k), y + m * ldy, ldy, n_cols, k > 0);
+    for (int64_t p = begin; p < end; p++)
+        if (w->panels[p].dtype != PKV_F32)
+            tile = pkv_min(tile, n_rows > PKV_FEW_ROWS ? PKV_K_TILE : PKV_CODED_K);
+    for (int64_t k = 0; k < w->k; k += tile) {
+        int64_t n_k = pkv_min(tile, w->k - k);
+        const float *slices[PKV_SLICE_PANELS + 1];
+        for (int64_t j = 0; j <= n_panels; j++) {
+            const pkv_panel *panel = &w->panels[begin + j];
+            if (j == n_panels) /* what the next group will read, where that is known to be floats */
+                slices[j] = end < pkv_panels_for(w->n) && panel->dtype == PKV_F32
+                                ? (const float *)panel->data + k * PKV_PANEL
+                                : slices[0];
+            else if (panel->dtype == PKV_F32)
+                slices[j] = (const float *)panel->data + k * PKV_PANEL;
+            else {
+                float *values = scratch + j * PKV_K_TILE * PKV_PANEL;
+                kernels->expand(panel->dtype, (const uint8_t *)panel->data, k, n_k, values);
+                slices[j] = values;
+            }
+        }
+        for (int64_t i = 0; i < n_blocks; i++) {
+            int64_t m = n_rows * i / n_blocks, rows = n_rows * (i + 1) / n_blocks - m;
+            for (int64_t j = 0; j < n_panels; j++)
+                kernels->matmul_f32(x + m * ldx + k, ldx, rows, slices[j], n_k, y + m * ldy + j * PKV_PANEL, ldy,
+                                    pkv_min(PKV_PANEL, w->n - (begin + j) * PKV_PANEL), k > 0, slices[j + 1]);
+        }
     }
 }
+
+/* Columns of panels [begin, end) of y = x W^T for all rows; y has row stride ldy and starts at the first of
+ * these columns; scratch holds PKV_MATMUL_SCRATCH floats, 64-byte aligned. */
+static inline void pkv_matmul_panels(const pkv_kernels *kernels, const float *x, int64_t ldx, int64_t n_rows,
+                                     const pkv_weight *w, int64_t begin, int64_t end, float *y, int64_t ldy,
+                                     float *scratch) {
+    if (n_rows > PKV_CODED_ROWS) {
+        for (int64_t p = begin; p < end; p += PKV_SLICE_PANELS)
+            pkv_matmul_slices(kernels, x, ldx, n_rows, w, p, pkv_min(p + PKV_SLICE_PANELS, end),
+                              y + (p - begin) * PKV_PANEL, ldy, scratch);
+        return;
+    }
+    for (int64_t p = begin; p < end; p++) {
+        const pkv_panel *panel = &w->panels[p];
+        int64_t n_cols = pkv_min(PKV_PANEL, w->n - p * PKV_PANEL);
+        float *to = y + (p - begin) * PKV_PANEL;
+        if (panel->dtype == PKV_F32)
+            kernels->matmul_f32(x, ldx, n_rows, (const float *)panel->data, w->k, to, ldy, n_cols, 0,
+                                (const float *)panel->data);
+        else
+            kernels->matmul_coded(panel->dtype, x, ldx, n_rows, (const uint8_t *)panel->data, w->k, to, ldy, n_cols);
+    }
+}
+
+/* Scratch of a thread: the matmul's first, then what the task itself needs. */
+static inline float *pkv_thread_scratch(const pkv_step *s, int thread) { return s->thread + thread * s->thread_len; }
 
 /* Row i: the token's embedding, read out of the packed matrix, and the rotation of its position. */
 static inline void pkv_step_embed(const pkv_step *s, int64_t i) {
     const pkv_model *m = s->model;
     int64_t token = s->tokens[i];
-    const float *from = m->embedding.panels + pkv_panel_offset(token / PKV_PANEL, m->hidden_dim) + token % PKV_PANEL;
-    float *to = s->x + i * m->hidden_dim;
-    for (int64_t d = 0; d < m->hidden_dim; d++)
-        to[d] = from[d * PKV_PANEL];
+    const pkv_panel *panel = &m->embedding.panels[token / PKV_PANEL];
+    pkv_expand_column(panel->dtype, (const uint8_t *)panel->data, 0, m->hidden_dim, token % PKV_PANEL,
+                      s->x + i * m->hidden_dim, 1);
     pkv_rope_table(s->positions[i], m->inv_freq, m->rope_half, s->cos + i * m->rope_half, s->sin + i * m->rope_half);
 }
 
@@ -131,11 +193,13 @@ static inline void pkv_step_norm(const pkv_step *s, const float *gamma, int64_t 
 }
 
 /* One group of panels of Q, K and V. */
-static inline void pkv_step_qkv(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups) {
+static inline void pkv_step_qkv(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups,
+                                int thread) {
     int64_t n = layer->qkv.n, n_panels = pkv_panels_for(n);
     int64_t begin = pkv_group_begin(group, n_groups, n_panels), end = pkv_group_begin(group + 1, n_groups, n_panels);
     int64_t col = begin * PKV_PANEL, n_cols = pkv_min(end * PKV_PANEL, n) - col;
-    pkv_matmul_panels(s->kernels, s->normed, s->model->hidden_dim, s->n_rows, &layer->qkv, begin, end, s->qkv + col, n);
+    pkv_matmul_panels(s->kernels, s->normed, s->model->hidden_dim, s->n_rows, &layer->qkv, begin, end, s->qkv + col, n,
+                      pkv_thread_scratch(s, thread));
     if (layer->qkv_bias)
         for (int64_t i = 0; i < s->n_rows; i++)
             s->kernels->add(s->qkv + i * n + col, layer->qkv_bias + col, n_cols);
@@ -145,11 +209,13 @@ static inline void pkv_step_qkv(const pkv_step *s, const pkv_layer *layer, int64
  * row (pkv_ensure_append_batch), so nothing is checked here. */
 static inline void pkv_step_rope_append(const pkv_step *s, int64_t layer, int64_t i) {
     const pkv_model *m = s->model;
-    int64_t head_dim = m->attn.head_dim, q_dim = pkv_q_dim(m), kv_dim = pkv_kv_dim(m);
+    int64_t head_dim = m->attn.head_dim, kv_dim = pkv_kv_dim(m);
     const float *cos = s->cos + i * m->rope_half, *sin = s->sin + i * m->rope_half;
-    float *q = s->qkv + i * (q_dim + 2 * kv_dim), *k = q + q_dim, *v = k + kv_dim;
-    for (int64_t h = 0; h < m->attn.n_heads + m->attn.n_kv_heads; h++) /* K follows Q */
+    float *q = s->qkv + i * pkv_qkv_len(m), *k = q + pkv_pad(pkv_q_dim(m)), *v = k + pkv_pad(kv_dim);
+    for (int64_t h = 0; h < m->attn.n_heads; h++)
         s->kernels->rope(q + h * head_dim, cos, sin, m->rope_half);
+    for (int64_t h = 0; h < m->attn.n_kv_heads; h++)
+        s->kernels->rope(k + h * head_dim, cos, sin, m->rope_half);
     pkv_seq *seq = s->row_seqs[i];
     int64_t offset = pkv_seq_row_offset(seq, layer, s->positions[i]);
     memcpy(seq->pool->k + offset, k, (size_t)kv_dim * sizeof(float));
@@ -158,8 +224,8 @@ static inline void pkv_step_rope_append(const pkv_step *s, int64_t layer, int64_
 
 static inline void pkv_step_attend(const pkv_step *s, int64_t layer, int64_t item, int thread) {
     const pkv_model *m = s->model;
-    pkv_attn_run(s->kernels, &m->attn, &s->plan.run[item], layer, s->qkv, pkv_q_dim(m) + 2 * pkv_kv_dim(m), s->attn,
-                 pkv_q_dim(m), s->partials, s->thread + thread * s->thread_len);
+    pkv_attn_run(s->kernels, &m->attn, &s->plan.run[item], layer, s->qkv, pkv_qkv_len(m), s->attn,
+                 pkv_q_dim(m), s->partials, pkv_thread_scratch(s, thread));
 }
 
 static inline void pkv_step_join(const pkv_step *s, int64_t item) {
@@ -168,33 +234,36 @@ static inline void pkv_step_join(const pkv_step *s, int64_t item) {
 
 /* One group of panels of a projection back into the residual stream: x += in W^T. */
 static inline void pkv_step_project(const pkv_step *s, const pkv_weight *w, const float *in, int64_t group,
-                                    int64_t n_groups) {
+                                    int64_t n_groups, int thread) {
     int64_t n_panels = pkv_panels_for(w->n);
     int64_t begin = pkv_group_begin(group, n_groups, n_panels), end = pkv_group_begin(group + 1, n_groups, n_panels);
     int64_t col = begin * PKV_PANEL, n_cols = pkv_min(end * PKV_PANEL, w->n) - col;
-    pkv_matmul_panels(s->kernels, in, w->k, s->n_rows, w, begin, end, s->proj + col, w->n);
+    pkv_matmul_panels(s->kernels, in, w->k, s->n_rows, w, begin, end, s->proj + col, w->n,
+                      pkv_thread_scratch(s, thread));
     for (int64_t i = 0; i < s->n_rows; i++)
         s->kernels->add(s->x + i * w->n + col, s->proj + i * w->n + col, n_cols);
 }
 
-static inline void pkv_step_attn_out(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups) {
-    pkv_step_project(s, &layer->o, s->attn, group, n_groups);
+static inline void pkv_step_attn_out(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups,
+                                     int thread) {
+    pkv_step_project(s, &layer->o, s->attn, group, n_groups, thread);
 }
 
 /* One panel of gate and its twin of up, through SwiGLU, while both are in the cache. */
 static inline void pkv_step_gate_up(const pkv_step *s, const pkv_layer *layer, int64_t panel, int thread) {
     const pkv_model *m = s->model;
-    float *both = s->thread + thread * s->thread_len; /* [n_rows, 2 * PKV_PANEL] */
+    float *scratch = pkv_thread_scratch(s, thread), *both = scratch + PKV_MATMUL_SCRATCH; /* [n_rows, 64] */
     int64_t n_cols = pkv_min(PKV_PANEL, m->ffn_dim - panel * PKV_PANEL);
     pkv_matmul_panels(s->kernels, s->normed, m->hidden_dim, s->n_rows, &layer->gate_up, 2 * panel, 2 * panel + 2, both,
-                      2 * PKV_PANEL);
+                      2 * PKV_PANEL, scratch);
     for (int64_t i = 0; i < s->n_rows; i++)
         s->kernels->swiglu(both + i * 2 * PKV_PANEL, both + i * 2 * PKV_PANEL + PKV_PANEL,
                            s->ffn + i * m->ffn_dim + panel * PKV_PANEL, n_cols);
 }
 
-static inline void pkv_step_down(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups) {
-    pkv_step_project(s, &layer->down, s->ffn, group, n_groups);
+static inline void pkv_step_down(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups,
+                                 int thread) {
+    pkv_step_project(s, &layer->down, s->ffn, group, n_groups, thread);
 }
 
 /* Output row i: the last norm, into the first n_out rows of normed. */
@@ -203,18 +272,18 @@ static inline void pkv_step_out_norm(const pkv_step *s, int64_t i) {
     s->kernels->rmsnorm(s->x + s->out_row[i] * n, s->model->out_norm, s->model->norm_eps, s->normed + i * n, n);
 }
 
-static inline void pkv_step_head(const pkv_step *s, int64_t group, int64_t n_groups) {
+static inline void pkv_step_head(const pkv_step *s, int64_t group, int64_t n_groups, int thread) {
     const pkv_model *m = s->model;
     int64_t n_panels = pkv_panels_for(m->vocab_size);
     int64_t begin = pkv_group_begin(group, n_groups, n_panels), end = pkv_group_begin(group + 1, n_groups, n_panels);
     pkv_matmul_panels(s->kernels, s->normed, m->hidden_dim, s->n_out, &m->head, begin, end,
-                      s->logits + begin * PKV_PANEL, m->vocab_size);
+                      s->logits + begin * PKV_PANEL, m->vocab_size, pkv_thread_scratch(s, thread));
 }
 
 /* Floats of scratch one thread needs. */
 static inline int64_t pkv_step_thread_len(const pkv_model *m, int64_t n_rows) {
-    int64_t both = n_rows * 2 * PKV_PANEL, attn = pkv_attn_scratch_len(&m->attn);
-    return ((both > attn ? both : attn) + 15) / 16 * 16;
+    int64_t matmul = PKV_MATMUL_SCRATCH + n_rows * 2 * PKV_PANEL, attn = pkv_attn_scratch_len(&m->attn);
+    return ((matmul > attn ? matmul : attn) + 15) / 16 * 16;
 }
 
 /* Lay the scratch of n_rows rows out in one block of floats. With block NULL only the length is returned. */
@@ -229,7 +298,7 @@ static inline int64_t pkv_step_lay_out(pkv_step *s, const pkv_model *m, int64_t 
     } while (0)
     PKV_TAKE(x, n_rows * m->hidden_dim);
     PKV_TAKE(normed, n_rows * m->hidden_dim);
-    PKV_TAKE(qkv, n_rows * (pkv_q_dim(m) + 2 * pkv_kv_dim(m)));
+    PKV_TAKE(qkv, n_rows * pkv_qkv_len(m));
     PKV_TAKE(attn, n_rows * pkv_q_dim(m));
     PKV_TAKE(proj, n_rows * m->hidden_dim);
     PKV_TAKE(ffn, n_rows * m->ffn_dim);
@@ -239,19 +308,6 @@ static inline int64_t pkv_step_lay_out(pkv_step *s, const pkv_model *m, int64_t 
     PKV_TAKE(thread, s->thread_len * n_threads);
 #undef PKV_TAKE
     return at;
-}
-
-/* Rows of w [n, k] into the columns of a packed matrix: row i becomes column (row_0 + i) % 32 of panel
- * first + step * ((row_0 + i) / 32). This task does the rows that land in the panel-th of those panels. */
-static inline void pkv_pack_panel_f32(const float *w, int64_t n, int64_t k, int64_t row_0, int64_t first, int64_t step,
-                                      int64_t panel, float *panels) {
-    float *to = panels + pkv_panel_offset(first + step * panel, k);
-    for (int64_t col = 0; col < PKV_PANEL; col++) {
-        int64_t i = panel * PKV_PANEL + col - row_0;
-        if (i >= 0 && i < n)
-            for (int64_t d = 0; d < k; d++)
-                to[d * PKV_PANEL + col] = w[i * k + d];
-    }
 }
 
 #endif
