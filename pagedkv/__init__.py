@@ -36,6 +36,7 @@ from pagedkv.model import LlamaModel
 from pagedkv.ops import PackedWeight, dot, exp, kv_cache_append, matmul, pack, rmsnorm, rope, softmax, swiglu
 from pagedkv.pool import BlockPool
 from pagedkv.rope import rope_inv_freq
+from pagedkv.sampling import Sampling
 from pagedkv.sequence import Sequence
 from pagedkv.tokenizer import Tokenizer
 

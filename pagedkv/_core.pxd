@@ -178,6 +178,7 @@ cdef extern from "pagedkv/step.h" nogil:
 
 
 cdef class PoolCore:
+    cdef object __weakref__
     cdef pkv_pool *ptr
     cdef readonly object _lock       # serialises all calls on this pool
     cdef list orphans                # sequences dropped while the lock was held: freed at the next call

@@ -8,6 +8,7 @@ cimport cython
 cimport numpy as cnp
 
 import threading
+import weakref
 from enum import IntEnum
 
 import numpy as np
@@ -95,8 +96,10 @@ cdef bint FORKED = False
 
 
 def _set_num_threads(int n):
-    global N_THREADS
+    global N_THREADS, FORKED
     N_THREADS = n
+    if not TEAM_STARTED:
+        FORKED = False    # asked for in a child whose parent had no team here: the runtime can start one
 
 
 def get_num_threads():
@@ -106,22 +109,30 @@ def get_num_threads():
 
 cdef int n_threads_now():
     # A limit set on the OpenMP runtime since import (threadpoolctl does that) holds here too. After a fork
-    # the child has none of the parent's team, and the runtime would wait for it forever.
-    global TEAM_STARTED
+    # the child has none of the parent's team (ours or another library's), and the runtime would wait for it forever.
     cdef int n = N_THREADS, limit = omp_get_max_threads()
     if FORKED:
         return 1
     if limit != OMP_DEFAULT and limit < n:
         n = limit
+    return n
+
+
+cdef int team():
+    """n_threads_now, for a call that is about to start them."""
+    global TEAM_STARTED
+    cdef int n = n_threads_now()
     if n > 1:
         TEAM_STARTED = True
     return n
 
 
 def _after_fork():
+    """In a forked child: no thread but this one is left, of the OpenMP team or of those that held a lock."""
     global FORKED
-    if TEAM_STARTED:
-        FORKED = True
+    FORKED = True
+    for pool in POOLS:
+        pool._lock._at_fork_reinit()
 
 
 def isa():
@@ -145,6 +156,9 @@ def _set_isa(str name):
 # ---------------------------------------------------------------------------------------------------
 # Pool
 
+POOLS = weakref.WeakSet()    # whose locks a forked child makes anew
+
+
 @cython.no_gc_clear      # the sequences of a collected cycle still need the lock and the pool
 cdef class PoolCore:
     """Blocks, their counts and the free stack. Subclassed by :class:`pagedkv.BlockPool`."""
@@ -160,6 +174,7 @@ cdef class PoolCore:
                         (PkvStatus(status),))
         self._lock = threading.Lock()
         self.orphans = []
+        POOLS.add(self)
 
     def __dealloc__(self):
         pkv_pool_free(self.ptr)
@@ -189,7 +204,8 @@ cdef class PoolCore:
         return self.ptr.block_size
 
     cdef void try_reap(self):
-        # Reading needs no lock, only the interpreter's; nobody should wait a step to see a number.
+        # Never waits: reading needs no lock but the interpreter's, and the collector may have come here from inside
+        # a call that holds this one.
         if self.orphans and self._lock.acquire(False):
             self.reap()
             self._lock.release()
@@ -296,12 +312,8 @@ cdef class SequenceCore:
     def __dealloc__(self):
         if self.ptr is NULL:
             return
-        # Never wait here: the garbage collector may run inside a call that holds the lock.
-        if self.pool._lock.acquire(False):
-            pkv_seq_free(self.ptr)
-            self.pool._lock.release()
-        else:
-            self.pool.orphans.append(<size_t>self.ptr)
+        self.pool.orphans.append(<size_t>self.ptr)
+        self.pool.try_reap()
 
     def _open(self, PoolCore pool not None, int64_t max_tokens):
         if self.pool is not None:
@@ -340,13 +352,13 @@ cdef class SequenceCore:
 
     def free(self):
         """Give all blocks back. A second call does nothing."""
-        if self.pool is None:
+        if self.ptr is NULL:
             return
-        with self.pool._lock:
-            self.pool.reap()
-            if self.ptr is not NULL:
-                pkv_seq_free(self.ptr)
-                self.ptr = NULL
+        # A finaliser may call this while the collector runs inside a call that holds the lock, in this thread or
+        # another: hand the blocks over, and let that call's end give them back rather than wait for it.
+        self.pool.orphans.append(<size_t>self.ptr)
+        self.ptr = NULL
+        self.pool.try_reap()
 
     def __len__(self):
         return 0 if self.ptr is NULL else self.ptr.seq_len
@@ -438,7 +450,7 @@ cdef class SequenceCore:
 # ---------------------------------------------------------------------------------------------------
 # Operations on arrays. pagedkv/ops.py hands over C-contiguous float32.
 
-CHUNK, PANEL = PKV_CHUNK, PKV_PANEL
+CHUNK, PANEL, STEP_ROWS = PKV_CHUNK, PKV_PANEL, PKV_STEP_ROWS
 
 # Types of weights by the names that pagedkv.formats gives them.
 DTYPES = {"f32": PKV_F32, "f16": PKV_F16, "bf16": PKV_BF16, "q8_0": PKV_Q8_0, "q4_0": PKV_Q4_0, "q4_1": PKV_Q4_1,
@@ -514,7 +526,7 @@ cdef class PackedWeight:
 
         raw: the rows as a file has them, one after the other; row i is stored row row_order[i]."""
         cdef int64_t n_panels = pkv_panels_for(n), i, n_stored
-        cdef int n_threads = n_threads_now()
+        cdef int n_threads = team()
         cdef pkv_form form = pkv_form_of(self.panels[first].dtype)
         cdef int64_t row_nbytes = self.k // form.unit * form.block_nbytes
         cdef const int64_t *order = NULL
@@ -556,7 +568,7 @@ def matmul(const float[:, ::1] x, PackedWeight w not None, float[:, ::1] out):
     """out [m, n] = x [m, k] times the transpose of w."""
     cdef pkv_weight weight = w.view()
     cdef int64_t m = x.shape[0], n_panels = pkv_panels_for(w.n), i
-    cdef int n_threads = n_threads_now()
+    cdef int n_threads = team()
     cdef int64_t n_groups = pkv_n_groups(n_panels, n_threads)
     cdef uint64_t saved
     if x.shape[1] != w.k or out.shape[0] != m or out.shape[1] != w.n:
@@ -603,7 +615,7 @@ cdef void run_rows(row_op op, const float *x, const float *other, int64_t other_
 cdef array_op(row_op op, const float[:, ::1] x, const float[:, ::1] other, int64_t other_stride, float eps,
               float[:, ::1] out):
     cdef int64_t m = x.shape[0], n = x.shape[1]
-    cdef int n_threads = n_threads_now() if m > 1 else 1
+    cdef int n_threads = team() if m > 1 else 1
     if m and n:
         with nogil:
             run_rows(op, &x[0, 0], &other[0, 0], other_stride, eps, &out[0, 0], m, n, n_threads)
@@ -654,7 +666,7 @@ def kv_cache_append(const unsigned char[:, :, ::1] prior, const unsigned char[:,
     cdef int64_t n_rows = prior.shape[0], n_bytes = prior.shape[1] * token_nbytes
     cdef int64_t chunk_nbytes = chunk.shape[1] * token_nbytes, begin = offset * token_nbytes, i
     cdef int64_t end = begin + chunk_nbytes
-    cdef int n_threads = n_threads_now()
+    cdef int n_threads = team()
     cdef const unsigned char *from_prior
     for i in prange(n_rows, nogil=True, num_threads=n_threads, schedule="static"):
         from_prior = &prior[0, 0, 0] + i * n_bytes
@@ -693,35 +705,49 @@ cdef tuple attention_shape(pkv_attn_shape *shape, int64_t n_tokens, int64_t n_he
     return None
 
 
-cdef attend(pkv_attn_shape *shape, pkv_attn_segment *segment, int64_t layer, const float *q, float *out):
-    """One segment's attention over rows that are in place."""
-    cdef int n_threads = n_threads_now()
-    cdef pkv_attn_plan plan
-    cdef int64_t i, ld = shape.n_heads * shape.head_dim, scratch_len = pkv_attn_scratch_len(shape)
-    cdef float *scratch = NULL
-    cdef float *partials = NULL
-    cdef uint64_t saved
-    plan.run = plan.join = NULL
-    pkv_attn_make_plan(&plan, shape, segment, 1, n_threads)
-    try:
-        plan.join = <pkv_attn_item *>new_array(plan.n_join, sizeof(pkv_attn_item))
-        plan.run = <pkv_attn_item *>new_array(plan.n_run, sizeof(pkv_attn_item))
-        partials = <float *>new_array(plan.partials_len, sizeof(float))
-        scratch = <float *>new_array(scratch_len * n_threads, sizeof(float))
-        pkv_attn_make_plan(&plan, shape, segment, 1, n_threads)
+cdef class Attend:
+    """One segment's attention: planned and allocated first, so that run cannot fail."""
+    cdef pkv_attn_shape shape
+    cdef pkv_attn_segment segment
+    cdef pkv_attn_plan cut
+    cdef float *partials
+    cdef float *scratch
+    cdef int64_t scratch_len
+    cdef int n_threads
+
+    def __dealloc__(self):
+        free(self.cut.join)
+        free(self.cut.run)
+        free(self.partials)
+        free(self.scratch)
+
+    cdef int plan(self) except -1:
+        self.n_threads = team()
+        self.scratch_len = pkv_attn_scratch_len(&self.shape)
+        pkv_attn_make_plan(&self.cut, &self.shape, &self.segment, 1, self.n_threads)
+        self.cut.join = <pkv_attn_item *>new_array(self.cut.n_join, sizeof(pkv_attn_item))
+        self.cut.run = <pkv_attn_item *>new_array(self.cut.n_run, sizeof(pkv_attn_item))
+        self.partials = <float *>new_array(self.cut.partials_len, sizeof(float))
+        self.scratch = <float *>new_array(self.scratch_len * self.n_threads, sizeof(float))
+        pkv_attn_make_plan(&self.cut, &self.shape, &self.segment, 1, self.n_threads)
+        return 0
+
+    cdef void run(self, int64_t layer, const float *q, float *out):
+        cdef pkv_attn_shape *shape = &self.shape
+        cdef pkv_attn_plan *cut = &self.cut
+        cdef float *partials = self.partials
+        cdef float *scratch = self.scratch
+        cdef int64_t i, ld = shape.n_heads * shape.head_dim, scratch_len = self.scratch_len
+        cdef int n_threads = self.n_threads
+        cdef uint64_t saved
         with nogil, parallel(num_threads=n_threads):
             saved = pkv_fpenv_enter()
-            for i in prange(plan.n_run, schedule="dynamic"):
-                pkv_attn_run(KERNELS, shape, &plan.run[i], layer, q, ld, out, ld, partials,
+            for i in prange(cut.n_run, schedule="dynamic"):
+                pkv_attn_run(KERNELS, shape, &cut.run[i], layer, q, ld, out, ld, partials,
                              scratch + threadid() * scratch_len)
-            for i in prange(plan.n_join, schedule="static"):
-                pkv_attn_join(KERNELS, shape, &plan.join[i], out, ld, partials)
+            for i in prange(cut.n_join, schedule="static"):
+                pkv_attn_join(KERNELS, shape, &cut.join[i], out, ld, partials)
             pkv_fpenv_leave(saved)
-    finally:
-        free(plan.join)
-        free(plan.run)
-        free(partials)
-        free(scratch)
 
 
 cdef pkv_attn_segment paged_segment(const pkv_seq *seq, int64_t row, int64_t n_rows, int64_t visible,
@@ -743,8 +769,8 @@ def attn_with_paged(q, k_new, v_new, SequenceCore seq, int64_t layer, int64_t n_
     cdef cnp.ndarray q_rows = np.ascontiguousarray(q), k_rows = np.ascontiguousarray(k_new)
     cdef cnp.ndarray v_rows = np.ascontiguousarray(v_new)
     cdef int64_t n = q_rows.shape[0] if q_rows.ndim else 0
-    cdef pkv_attn_shape shape
-    bad = attention_shape(&shape, n, n_heads, n_kv_heads, head_dim, scale)
+    cdef Attend work = Attend()
+    bad = attention_shape(&work.shape, n, n_heads, n_kv_heads, head_dim, scale)
     if bad is not None:
         raise error(bad[0], (bad[1],))
     cdef int64_t kv_dim = n_kv_heads * head_dim
@@ -753,7 +779,6 @@ def attn_with_paged(q, k_new, v_new, SequenceCore seq, int64_t layer, int64_t n_
     cdef const float *k_ptr = rows_f32(k_rows, "k_new", n, kv_dim, chain)
     cdef const float *v_ptr = rows_f32(v_rows, "v_new", n, kv_dim, chain)
     cdef cnp.ndarray out = np.empty((n, n_heads * head_dim), np.float32)
-    cdef pkv_attn_segment segment
     if seq is None or seq.pool is None:
         raise error("the sequence is missing", (ApStatus.AP_ERR_SEQ, PkvStatus.PKV_ERR_NULL))
     with seq.lock():
@@ -764,13 +789,14 @@ def attn_with_paged(q, k_new, v_new, SequenceCore seq, int64_t layer, int64_t n_
                             f"{seq.pool.ptr.kv_dim}", (PkvStatus.PKV_ERR_BAD_DIM,))
             if layer < 0 or layer >= seq.pool.ptr.n_layers:
                 raise error(f"layer {layer} is outside [0, {seq.pool.ptr.n_layers})", (PkvStatus.PKV_ERR_BOUNDS,))
+            work.segment = paged_segment(seq.ptr, 0, n, seq.ptr.seq_len + (1 if causal else n), causal)
+            work.plan()
             status = pkv_append_layer(seq.ptr, layer, k_ptr, v_ptr, n)
             if status != PKV_OK:
                 raise seq.write_error(status, n)
         except errors.PagedKVError as cause:
             raise error(cause.message, (ApStatus.AP_ERR_SEQ,) + cause.chain) from None
-        segment = paged_segment(seq.ptr, 0, n, seq.ptr.seq_len + (1 if causal else n), causal)
-        attend(&shape, &segment, layer, q_ptr, <float *>cnp.PyArray_DATA(out))
+        work.run(layer, q_ptr, <float *>cnp.PyArray_DATA(out))
     return out
 
 
@@ -779,8 +805,8 @@ def attention(q, k, v, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, bi
     cdef cnp.ndarray q_rows = np.ascontiguousarray(q), k_rows = np.ascontiguousarray(k)
     cdef cnp.ndarray v_rows = np.ascontiguousarray(v)
     cdef int64_t n = q_rows.shape[0] if q_rows.ndim else 0, total_k = k_rows.shape[0] if k_rows.ndim else 0
-    cdef pkv_attn_shape shape
-    bad = attention_shape(&shape, n, n_heads, n_kv_heads, head_dim, scale)
+    cdef Attend work = Attend()
+    bad = attention_shape(&work.shape, n, n_heads, n_kv_heads, head_dim, scale)
     if bad is not None:
         raise error(bad[0], (bad[1],))
     cdef int64_t kv_dim = n_kv_heads * head_dim
@@ -788,7 +814,7 @@ def attention(q, k, v, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, bi
     cdef const float *q_ptr = rows_f32(q_rows, "q", n, n_heads * head_dim, chain)
     if total_k <= 0 or (causal and total_k < n):
         raise error(f"{n} query rows need at least {n if causal else 1} keys, not {total_k}", chain)
-    cdef pkv_attn_segment segment
+    cdef pkv_attn_segment *segment = &work.segment
     segment.kv.k = rows_f32(k_rows, "k", total_k, kv_dim, chain)
     segment.kv.v = rows_f32(v_rows, "v", total_k, kv_dim, chain)
     segment.kv.block_table = NULL
@@ -797,7 +823,8 @@ def attention(q, k, v, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, bi
     segment.row, segment.n_rows, segment.visible_step = 0, n, causal
     segment.visible = total_k - n + 1 if causal else total_k
     cdef cnp.ndarray out = np.empty((n, n_heads * head_dim), np.float32)
-    attend(&shape, &segment, 0, q_ptr, <float *>cnp.PyArray_DATA(out))
+    work.plan()
+    work.run(0, q_ptr, <float *>cnp.PyArray_DATA(out))
     return out
 
 
@@ -1051,7 +1078,7 @@ cdef class ModelCore:
         """Raise what step would raise for tokens (int64 array) on one sequence, and change nothing."""
         cdef Batch batch = Batch()
         cdef int64_t failed = 0, needed = 0
-        if seq is None:
+        if seq is None or seq.pool is None:
             self.check_batch([seq], [tokens])
         with seq.lock():
             seq.pool.reap()
@@ -1065,7 +1092,7 @@ cdef class ModelCore:
         """Append tokens[i] (int64 array) to seqs[i]; logits of the "last" row of each, of "all" or of "none".
 
         All or nothing: checked, planned and reserved for the whole batch before the first write."""
-        cdef int n_threads = n_threads_now()
+        cdef int n_threads = team()
         cdef int64_t i, failed = 0, needed = 0, n_floats, n_pass, n_done = 0
         cdef pkv_step laid
         cdef Batch batch = Batch()

@@ -6,7 +6,7 @@ import os
 import numpy as np
 
 from pagedkv import _core, hub
-from pagedkv.errors import BadDimError, TokenError
+from pagedkv.errors import BadDimError, NullError, TokenError
 from pagedkv.formats import open_model
 from pagedkv.pool import BlockPool
 from pagedkv.rope import rope_inv_freq
@@ -16,6 +16,10 @@ from pagedkv.tokenizer import Tokenizer
 
 def _token_array(tokens):
     """Token ids as int64 [n]. Range is checked by the step, against the vocabulary."""
+    if tokens is None:
+        raise NullError("the tokens are missing", (_core.Flv4Status.FLV4_ERR_NULL,))
+    if isinstance(tokens, str):
+        raise TypeError("tokens are ids, not text: encode it first, for example with model.tokenizer.encode(text)")
     array = np.asarray(tokens)
     if array.size == 0 and array.ndim == 1:
         return np.empty(0, np.int64)
@@ -174,7 +178,7 @@ class LlamaModel:
                                  config.rope_low_freq_factor, config.rope_high_freq_factor,
                                  config.rope_original_context_len, config.rope_freq_factors)
         core = _core.ModelCore(config, inv_freq, layers, vector("model.norm.weight"), embedding, head)
-        return cls(config, core, (file.path, file.metadata))
+        return cls(config, core, (file.path.resolve(), file.metadata))
 
     @property
     def tokenizer(self):
@@ -255,6 +259,8 @@ class LlamaModel:
 
     def decode_step(self, token_ids, seqs, out=None):
         """One new token for each sequence; logits float32 ``[len(seqs), vocab_size]``. See :meth:`step`."""
+        if seqs is None:
+            raise NullError("the sequences are missing", (_core.Flv4Status.FLV4_ERR_NULL,))
         token_ids, seqs = _token_array(token_ids), list(seqs)
         if len(token_ids) != len(seqs):
             raise BadDimError(f"{len(token_ids)} tokens for {len(seqs)} sequences",
@@ -269,7 +275,7 @@ class LlamaModel:
         tokens : list of int
         seq : Sequence
         chunk : int, optional
-            Tokens a step; all in one by default. Chunks do not change a bit.
+            Tokens a step, 512 by default. Chunks do not change a bit; Ctrl-C is seen between them.
         all_logits : bool
             Logits of every token instead of the last.
 
@@ -280,16 +286,14 @@ class LlamaModel:
 
         Raises
         ------
-        As :meth:`step`; the sequence then has the length it had before.
+        As :meth:`step`; everything but memory is checked before the first chunk. After any error, Ctrl-C too, the
+        sequence has the rows it had before (a last block that it shared may have become its own).
         """
         tokens = _token_array(tokens)
         if chunk is None:
-            chunk = max(1, len(tokens))
+            chunk = _core.STEP_ROWS
         elif chunk < 1:
             raise BadDimError(f"chunk must be positive, not {chunk}", (_core.Flv4Status.FLV4_ERR_BAD_DIM,))
-        if len(tokens) <= chunk:
-            logits = self._core.step([seq], [tokens], "all" if all_logits else "last", None)
-            return logits if all_logits else logits[0]
         self._core.check(seq, tokens)
         length = len(seq)
         logits = np.empty((len(tokens) if all_logits else 1, self.config.vocab_size), np.float32)
@@ -302,7 +306,7 @@ class LlamaModel:
                     self._core.step([seq], [part], "last", logits)
                 else:
                     self._core.step([seq], [part], "none", None)
-        except BaseException:
+        except BaseException:  # Ctrl-C between the chunks, too
             seq.truncate(length)
             raise
         return logits if all_logits else logits[0]

@@ -17,7 +17,7 @@ def _float32(array, name):
     array = np.asarray(array)
     if array.dtype.kind not in "fiu" and array.size:
         raise TypeError(f"{name} must hold real numbers, not {array.dtype}")
-    return np.ascontiguousarray(array, dtype=np.float32)
+    return np.require(array, np.float32, "C")  # unlike ascontiguousarray it leaves a scalar one
 
 
 def _rows(array):
@@ -86,7 +86,7 @@ def matmul(x, w):
     if x.ndim not in (1, 2):
         raise BadDimError(f"x is [m, k] or [k], not an array of {x.ndim} dimensions")
     out = np.empty((1 if x.ndim == 1 else x.shape[0], w.n), np.float32)
-    _core.matmul(x.reshape(-1, x.shape[-1]) if x.size else x.reshape(out.shape[0], -1), w, out)
+    _core.matmul(x if x.ndim == 2 else x[None], w, out)
     return out[0] if x.ndim == 1 else out
 
 
@@ -203,13 +203,13 @@ def rope(x, positions, theta=10000.0, rope_dim=None, inv_freq=None):
     if x.ndim not in (2, 3) or x.size == 0 or positions.shape != x.shape[:1]:
         raise BadDimError(f"x {list(x.shape)} needs shape [n, n_heads, head_dim] or [n, head_dim] and positions "
                           f"{list(positions.shape)} shape [n]")
-    if positions.min() < 0 or positions.max() >= 2**30:
-        raise BadDimError("positions must lie in [0, 2**30)")
     if inv_freq is None:
         inv_freq = rope_inv_freq(theta, x.shape[-1] if rope_dim is None else rope_dim)
     inv_freq = np.ascontiguousarray(inv_freq, np.float64)
     if inv_freq.ndim != 1 or not 1 <= inv_freq.size <= x.shape[-1] // 2:
         raise BadDimError(f"{inv_freq.size} rotating pairs do not fit head_dim {x.shape[-1]}")
+    if positions.min() < 0 or not float(positions.max()) * np.abs(inv_freq).max() < 2**30:
+        raise BadDimError("positions must not be negative, and no angle may reach 2**30 radians")
     _core.rope(x if x.ndim == 3 else x[:, None, :], positions.astype(np.int64), inv_freq)
     return x
 

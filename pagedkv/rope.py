@@ -64,4 +64,7 @@ def rope_inv_freq(theta, rope_dim, scaling="none", factor=1.0, low_freq_factor=1
         if len(freq_factors) != rope_dim // 2:
             raise BadDimError(f"{len(freq_factors)} frequency factors for {rope_dim // 2} pairs")
         inv_freq = inv_freq / np.asarray(freq_factors, np.float64)
+    if not (np.isfinite(inv_freq).all() and np.abs(inv_freq).max() <= 64):
+        # 64 radians a position keep the angles of 16 million positions below the 2**30 that sincos is made for.
+        raise BadDimError(f"rotary frequencies must be finite and at most 64 radians a position, not {inv_freq.max()}")
     return inv_freq

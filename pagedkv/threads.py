@@ -57,8 +57,16 @@ def _cgroup_quota():
         return None
 
 
+def _openmp_limit():
+    """``OMP_NUM_THREADS``, which users of numeric libraries set to bound them all; None where unset or odd."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(first) if first.isascii() and first.isdigit() and int(first) > 0 else None
+
+
 def default_num_threads():
     """Threads used unless set: ``PAGEDKV_NUM_THREADS``, else physical cores that this process may use.
+
+    Those are bounded by affinity, the cgroup's quota and ``OMP_NUM_THREADS``.
 
     Raises
     ------
@@ -71,8 +79,8 @@ def default_num_threads():
             raise ValueError(f"PAGEDKV_NUM_THREADS must be an integer from 1 to {MOST_THREADS}, not {asked!r}")
         return int(asked)
     n = _physical_cores(_affinity())
-    quota = _cgroup_quota()
-    return max(1, n if quota is None else min(n, quota))
+    limits = [n, _cgroup_quota(), _openmp_limit()]
+    return max(1, min(limit for limit in limits if limit is not None))
 
 
 def set_num_threads(n):

@@ -338,3 +338,14 @@ def test_isa_is_the_best_one_unless_asked():
     available = pk.available_isas()
     assert available[-1] == "scalar"
     assert pk.isa() == (os.environ.get("PAGEDKV_ISA") or available[0])
+
+
+def test_scalars_and_empty_batches_keep_their_shape():
+    assert pk.exp(0.0).shape == () and pk.swiglu(1.0, 2.0).shape == ()
+    assert pk.matmul(np.empty((0, 3), np.float32), pk.pack(np.ones((5, 3)))).shape == (0, 5)
+
+
+@pytest.mark.parametrize("theta", [1e-300, 1e-10])
+def test_angles_past_the_range_of_sincos_are_refused(theta):
+    with pytest.raises(pk.BadDimError, match="radians"):
+        pk.rope([[1.0, 2.0, 3.0, 4.0]], [1000], theta=theta)

@@ -202,9 +202,9 @@ BAD_TOKENS = {
     "bool": ([True], TypeError, "token ids are integers, not bool"),
     "text": (["a"], TypeError, "token ids are integers"),
     "missing": ([4, None], TypeError, "token ids are integers"),
-    "none": (None, pk.BadDimError, "tokens are a flat list of ids"),
+    "none": (None, pk.NullError, "the tokens are missing"),
     "scalar": (4, pk.BadDimError, "tokens are a flat list of ids"),
-    "string": ("4", pk.BadDimError, "tokens are a flat list of ids"),
+    "string": ("4", TypeError, "encode it first"),
     "matrix": ([[4, 5]], pk.BadDimError, "not an array of 2 dimensions"),
     "ragged": ([[4], [5, 6]], ValueError, "inhomogeneous"),
     "empty": ([], pk.BadDimError, "sequence 0 of the batch brings no token"),
@@ -315,3 +315,46 @@ def test_ids_past_64_bits_are_refused_by_name(directory, tokens):
     with pytest.raises(pk.TokenError, match="does not fit 64 bits"):
         model.prefill(tokens, seq)
     assert len(seq) == 0
+
+
+def test_an_interrupted_prefill_takes_its_rows_back(directory, monkeypatch):
+    model = pk.LlamaModel.load(directory)
+    pool = model.new_pool(n_tokens=128)
+    seq = model.new_sequence(pool)
+    before = model.prefill([1, 2, 3], seq).copy()
+    steps = []
+
+    class Core:
+        def __getattr__(self, name):
+            return getattr(core, name)
+
+        def step(self, *args):
+            steps.append(args)
+            if len(steps) == 3:
+                raise KeyboardInterrupt
+            return core.step(*args)
+
+    core = model._core
+    monkeypatch.setattr(model, "_core", Core())
+    with pytest.raises(KeyboardInterrupt):
+        model.prefill(range(50), seq, chunk=16)
+    monkeypatch.undo()
+    assert len(seq) == 3 and pool.n_free == pool.n_blocks - 1
+    seq.truncate(0)
+    assert_same_bits(model.prefill([1, 2, 3], seq), before)
+
+
+def test_a_relative_path_outlives_the_working_directory(directory, tmp_path, monkeypatch):
+    monkeypatch.chdir(directory)
+    model = pk.LlamaModel.load(".")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(pk.FormatError, match="tokenizer.json"):
+        model.tokenizer
+
+
+def test_missing_arguments_have_the_seed_s_status(directory):
+    model = pk.LlamaModel.load(directory)
+    for call in (lambda: model.decode_step([1], None), lambda: model.decode_step(None, [])):
+        with pytest.raises(pk.NullError) as caught:
+            call()
+        assert caught.value.status == pk.Flv4Status.FLV4_ERR_NULL

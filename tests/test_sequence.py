@@ -660,3 +660,31 @@ class Sequences(RuleBasedStateMachine):
 
 TestSequences = Sequences.TestCase
 TestSequences.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, database=None)
+
+
+FREED_BY_THE_COLLECTOR = """
+import gc, pagedkv as pk
+pool = pk.BlockPool(2, 1, 2)
+class Owner:
+    def __init__(self):
+        self.seq, self.me = pk.Sequence(pool, 64), self
+        self.seq.ensure_append(1)
+    def __del__(self):
+        self.seq.free()          # runs inside the call below, which holds the pool's lock
+gc.disable()
+Owner()
+gc.set_threshold(1, 1, 1)
+gc.enable()
+seq = pk.Sequence(pool, 10**6)
+for i in range(200):
+    try:
+        seq.ensure_append(10**5)
+    except pk.PoolExhausted:
+        pass
+gc.collect()
+assert pool.n_free == 2
+"""
+
+
+def test_a_finaliser_that_frees_does_not_wait_for_the_call_it_runs_in():
+    subprocess.run([sys.executable, "-c", FREED_BY_THE_COLLECTOR], check=True, timeout=60)

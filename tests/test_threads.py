@@ -245,3 +245,50 @@ def test_two_python_threads_on_one_sequence_take_turns(model, streams):
         wants = [rows_alone(model, [*tokens[:20], *order]).logits[20:] for order in [(3, 4), (4, 3)]]
     as_bytes = {token: row.tobytes() for token, row in rows.items()}
     assert as_bytes in [{3: wants[0][0].tobytes(), 4: wants[0][1].tobytes()}, {4: wants[1][0].tobytes(), 3: wants[1][1].tobytes()}]
+
+
+FORK_UNDER_A_LOCK = """
+import os, signal, sys, pagedkv as pk
+pool = pk.BlockPool(4, 1, 2)
+with pool._lock:                     # as another thread's step would hold it
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        seq = pk.Sequence(pool, 16)
+        seq.ensure_append(1)
+        os._exit(0 if pool.n_free == 3 and pk.get_num_threads() == 1 else 1)
+_, status = os.waitpid(child, 0)
+sys.exit(status != 0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no os.fork on this system")
+def test_a_child_forked_while_a_pool_is_locked_can_use_it():
+    subprocess.run([sys.executable, "-c", FORK_UNDER_A_LOCK], check=True, timeout=60)
+
+
+ASKED_ONLY = """
+import os, signal, sys, pagedkv as pk
+pk.set_num_threads(2)
+pk.get_num_threads()                 # asking starts no team
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    pk.set_num_threads(2)
+    os._exit(0 if pk.get_num_threads() == 2 else 1)
+_, status = os.waitpid(child, 0)
+sys.exit(status != 0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no os.fork on this system")
+def test_a_child_of_a_parent_without_a_team_may_ask_for_threads():
+    subprocess.run([sys.executable, "-c", ASKED_ONLY], check=True, timeout=60)
+
+
+def test_omp_num_threads_bounds_the_default():
+    code = "import pagedkv as pk; print(pk.get_num_threads())"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("PAGEDKV_NUM_THREADS", None)
+    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert out.stdout == "1\n"
