@@ -114,14 +114,15 @@ cdef extern from "pagedkv/attention.h" nogil:
         pkv_attn_item *run
         pkv_attn_item *join
         int64_t n_run, n_join, partials_len
-    void pkv_attn_make_plan(pkv_attn_plan *plan, const pkv_attn_shape *shape, const pkv_attn_segment *segments,
+    bint pkv_attn_make_plan(pkv_attn_plan *plan, const pkv_attn_shape *shape, const pkv_attn_segment *segments,
                             int64_t n_segments, int64_t n_threads)
+    void pkv_attn_free_plan(pkv_attn_plan *plan)
     int64_t pkv_attn_scratch_len(const pkv_attn_shape *shape)
-    void pkv_attn_run(const pkv_kernels *kernels, const pkv_attn_shape *shape, const pkv_attn_item *item,
-                      int64_t layer, const float *q, int64_t ldq, float *out, int64_t ldout, float *partials,
-                      float *scratch)
-    void pkv_attn_join(const pkv_kernels *kernels, const pkv_attn_shape *shape, const pkv_attn_item *item,
-                       float *out, int64_t ldout, float *partials)
+    void pkv_attn_run(const pkv_kernels *kernels, const pkv_attn_shape *shape, const pkv_attn_plan *plan,
+                      const pkv_attn_item *item, int64_t layer, const float *q, int64_t ldq, float *out,
+                      int64_t ldout, float *partials, float *scratch)
+    void pkv_attn_join(const pkv_kernels *kernels, const pkv_attn_shape *shape, const pkv_attn_plan *plan,
+                       const pkv_attn_item *item, float *out, int64_t ldout, float *partials)
 
 
 cdef extern from "pagedkv/step.h" nogil:

@@ -705,6 +705,13 @@ cdef tuple attention_shape(pkv_attn_shape *shape, int64_t n_tokens, int64_t n_he
     return None
 
 
+cdef int make_plan(pkv_attn_plan *plan, const pkv_attn_shape *shape, const pkv_attn_segment *segments,
+                   int64_t n_segments, int n_threads) except -1:
+    if not pkv_attn_make_plan(plan, shape, segments, n_segments, n_threads):
+        raise MemoryError(f"no memory for the plan of {n_segments} sequences' attention")
+    return 0
+
+
 cdef class Attend:
     """One segment's attention: planned and allocated first, so that run cannot fail."""
     cdef pkv_attn_shape shape
@@ -716,20 +723,16 @@ cdef class Attend:
     cdef int n_threads
 
     def __dealloc__(self):
-        free(self.cut.join)
-        free(self.cut.run)
+        pkv_attn_free_plan(&self.cut)
         free(self.partials)
         free(self.scratch)
 
     cdef int plan(self) except -1:
         self.n_threads = team()
         self.scratch_len = pkv_attn_scratch_len(&self.shape)
-        pkv_attn_make_plan(&self.cut, &self.shape, &self.segment, 1, self.n_threads)
-        self.cut.join = <pkv_attn_item *>new_array(self.cut.n_join, sizeof(pkv_attn_item))
-        self.cut.run = <pkv_attn_item *>new_array(self.cut.n_run, sizeof(pkv_attn_item))
+        make_plan(&self.cut, &self.shape, &self.segment, 1, self.n_threads)
         self.partials = <float *>new_array(self.cut.partials_len, sizeof(float))
         self.scratch = <float *>new_array(self.scratch_len * self.n_threads, sizeof(float))
-        pkv_attn_make_plan(&self.cut, &self.shape, &self.segment, 1, self.n_threads)
         return 0
 
     cdef void run(self, int64_t layer, const float *q, float *out):
@@ -743,10 +746,10 @@ cdef class Attend:
         with nogil, parallel(num_threads=n_threads):
             saved = pkv_fpenv_enter()
             for i in prange(cut.n_run, schedule="dynamic"):
-                pkv_attn_run(KERNELS, shape, &cut.run[i], layer, q, ld, out, ld, partials,
+                pkv_attn_run(KERNELS, shape, cut, &cut.run[i], layer, q, ld, out, ld, partials,
                              scratch + threadid() * scratch_len)
             for i in prange(cut.n_join, schedule="static"):
-                pkv_attn_join(KERNELS, shape, &cut.join[i], out, ld, partials)
+                pkv_attn_join(KERNELS, shape, cut, &cut.join[i], out, ld, partials)
             pkv_fpenv_leave(saved)
 
 
@@ -860,8 +863,7 @@ cdef class Batch:
     def __dealloc__(self):
         if self.steps is not NULL:
             for i in range(self.n_passes):
-                free(self.steps[i].plan.run)
-                free(self.steps[i].plan.join)
+                pkv_attn_free_plan(&self.steps[i].plan)
         free(self.seqs)
         free(self.n_new)
         free(self.tokens)
@@ -930,12 +932,7 @@ cdef class Batch:
                     self.out_row[self.n_out + n] = n
                 self.n_out += s.n_rows
                 s.n_out = s.n_rows
-            pkv_attn_make_plan(&s.plan, &m.attn, self.segments + first_segment, n_segments - first_segment,
-                               n_threads)
-            s.plan.join = <pkv_attn_item *>new_array(s.plan.n_join, sizeof(pkv_attn_item))
-            s.plan.run = <pkv_attn_item *>new_array(s.plan.n_run, sizeof(pkv_attn_item))
-            pkv_attn_make_plan(&s.plan, &m.attn, self.segments + first_segment, n_segments - first_segment,
-                               n_threads)
+            make_plan(&s.plan, &m.attn, self.segments + first_segment, n_segments - first_segment, n_threads)
             self.partials_len = max(self.partials_len, s.plan.partials_len)
         return 0
 

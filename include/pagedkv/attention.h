@@ -6,6 +6,8 @@
 #define PAGEDKV_ATTENTION_H
 
 #include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "dispatch.h"
 #include "layout.h"
@@ -44,15 +46,29 @@ typedef struct pkv_attn_segment {
     int64_t visible_step; /* 1 causal, 0 all */
 } pkv_attn_segment;
 
-/* Work for one thread: rows x KV heads x chunks. A merge item has its parts computed before. */
+/* Work for one thread: rows x KV heads x chunks. The rows are consecutive rows of one segment, or, where
+ * `members` is set, the single rows of several segments whose blocks of this chunk are the same: K and V are
+ * then read once for all of them. */
 typedef struct pkv_attn_item {
-    const pkv_attn_segment *segment;
-    int64_t row; /* first row, in the segment */
+    int64_t segment; /* whose K and V are read */
+    int64_t row;     /* first row, in the segment */
     int64_t n_rows;
     int64_t kv_head, n_kv_heads;
     int64_t chunk, n_chunks;
-    int64_t partial; /* first float in the partials; -1: the item ends in the output itself */
+    int64_t members; /* first of n_rows entries of the plan's members; -1: rows of the segment itself */
+    int64_t partial; /* where the rows' states go; -1: the item ends in the output itself */
 } pkv_attn_item;
+
+/* The cut of a step's attention: run items in any order, then join items, which merge the states of one tile.
+ * Made by pkv_attn_make_plan, freed by pkv_attn_free_plan. */
+typedef struct pkv_attn_plan {
+    const pkv_attn_segment *segments;
+    pkv_attn_item *run, *join;
+    int32_t *members;  /* segment ids */
+    int64_t *partials; /* [n_segments] first float of the segment's states in the partials; -1: none */
+    int64_t n_run, n_join, n_members, partials_len;
+    int64_t run_cap, join_cap, members_cap;
+} pkv_attn_plan;
 
 static inline int64_t pkv_attn_row_visible(const pkv_attn_segment *segment, int64_t row) {
     return segment->visible + row * segment->visible_step;
@@ -65,149 +81,274 @@ static inline int64_t pkv_view_offset(const pkv_kv_view *kv, int64_t block, int6
     return block_id * kv->block_stride + layer * kv->layer_stride + kv_head * head_dim;
 }
 
-/* Floats for the state of n_q query heads: max [n_q], sum [n_q], acc [n_q, head_dim]. */
-static inline int64_t pkv_attn_state_len(int64_t n_q, int64_t head_dim) { return n_q * (head_dim + 2); }
+/* Where acc begins in the state of one row and KV head, max [group], sum [group], acc [group, head_dim]: at a
+ * cache line, since acc is loaded and stored for every block. */
+static inline int64_t pkv_attn_acc_at(const pkv_attn_shape *shape) {
+    return (2 * (shape->n_heads / shape->n_kv_heads) + 15) / 16 * 16;
+}
 
-/* One chunk for the rows and heads of an item. Query head q of row r is number r * n_q + q below.
- *   q       rows of the segment, row stride ldq
- *   scores  [n_rows * n_q, PKV_CHUNK] scratch
- *   state   pkv_attn_state_len(n_rows * n_q) floats; a row that does not see the chunk is left alone */
-static inline void pkv_attn_chunk(const pkv_kernels *kernels, const pkv_attn_shape *shape, const pkv_attn_item *item,
-                                  int64_t layer, int64_t chunk, const float *q, int64_t ldq, float *scores,
-                                  float *state) {
-    const pkv_attn_segment *segment = item->segment;
-    const pkv_kv_view *kv = &segment->kv;
+/* Floats of such a state, whole cache lines. */
+static inline int64_t pkv_attn_state_len(const pkv_attn_shape *shape) {
+    return pkv_attn_acc_at(shape) + (shape->n_heads / shape->n_kv_heads * shape->head_dim + 15) / 16 * 16;
+}
+
+/* The rows that go through a chunk together. */
+typedef struct pkv_attn_tile {
+    int64_t n_rows;
+    const float *q[PKV_ATTN_TILE_ROWS];   /* all heads of the row */
+    int64_t visible[PKV_ATTN_TILE_ROWS];  /* positions it sees */
+    float *state[PKV_ATTN_TILE_ROWS];     /* of the item's first KV head; the others follow at head_stride */
+    int64_t head_stride;
+} pkv_attn_tile;
+
+/* One chunk for the rows of a tile and KV heads [kv_head, kv_head + n_kv_heads).
+ *   scores  [n_rows * n_kv_heads * group, PKV_CHUNK] scratch
+ * A row that does not see the chunk keeps its state. */
+static inline void pkv_attn_chunk(const pkv_kernels *kernels, const pkv_attn_shape *shape, const pkv_kv_view *kv,
+                                  int64_t layer, int64_t chunk, int64_t kv_head, int64_t n_kv_heads,
+                                  const pkv_attn_tile *tile, float *scores) {
     int64_t head_dim = shape->head_dim, group = shape->n_heads / shape->n_kv_heads;
-    int64_t n_q = item->n_kv_heads * group, n_states = item->n_rows * n_q;
-    float *max = state, *sum = state + n_states, *acc = state + 2 * n_states;
-    int64_t first = chunk * PKV_CHUNK;
-    int64_t last_visible = pkv_attn_row_visible(segment, item->row + item->n_rows - 1);
-    int64_t end = pkv_min(first + PKV_CHUNK, last_visible);
-    if (first >= end)
-        return;
+    int64_t first = chunk * PKV_CHUNK, end = first;
+    for (int64_t r = 0; r < tile->n_rows; r++)
+        end = pkv_min(first + PKV_CHUNK, tile->visible[r]) > end ? pkv_min(first + PKV_CHUNK, tile->visible[r]) : end;
 
-    for (int64_t t = first; t < end; t += kv->block_size) {
-        for (int64_t h = 0; h < item->n_kv_heads; h++) {
-            int64_t kv_head = item->kv_head + h;
-            const float *k = kv->k + pkv_view_offset(kv, t / kv->block_size, layer, kv_head, head_dim);
+    for (int64_t t = first; t < end; t += kv->block_size)
+        for (int64_t h = 0; h < n_kv_heads; h++) {
+            const float *k = kv->k + pkv_view_offset(kv, t / kv->block_size, layer, kv_head + h, head_dim);
             /* After this block comes the next one, and after the last one the first of V. */
-            const float *next = t + kv->block_size < end
-                                    ? kv->k + pkv_view_offset(kv, t / kv->block_size + 1, layer, kv_head, head_dim)
-                                    : kv->v + pkv_view_offset(kv, first / kv->block_size, layer, kv_head, head_dim);
-            for (int64_t r = 0; r < item->n_rows; r++) {
-                int64_t n = pkv_min(kv->block_size,
-                                    pkv_min(end, pkv_attn_row_visible(segment, item->row + r)) - t);
+            const float *next =
+                t + kv->block_size < end
+                    ? kv->k + pkv_view_offset(kv, t / kv->block_size + 1, layer, kv_head + h, head_dim)
+                    : kv->v + pkv_view_offset(kv, first / kv->block_size, layer, kv_head + h, head_dim);
+            for (int64_t r = 0; r < tile->n_rows; r++) {
+                int64_t n = pkv_min(kv->block_size, pkv_min(end, tile->visible[r]) - t);
                 if (n > 0)
-                    kernels->attn_scores(q + r * ldq + kv_head * group * head_dim, group, k, kv->row_stride, n,
+                    kernels->attn_scores(tile->q[r] + (kv_head + h) * group * head_dim, group, k, kv->row_stride, n,
                                          head_dim, shape->scale,
-                                         scores + (r * n_q + h * group) * PKV_CHUNK + (t - first), PKV_CHUNK, next);
+                                         scores + (r * n_kv_heads + h) * group * PKV_CHUNK + (t - first), PKV_CHUNK,
+                                         next);
             }
         }
-    }
-    for (int64_t r = 0; r < item->n_rows; r++) {
-        int64_t n = pkv_min(PKV_CHUNK, pkv_attn_row_visible(segment, item->row + r) - first);
-        if (n <= 0)
-            continue;
-        for (int64_t i = r * n_q; i < (r + 1) * n_q; i++)
-            kernels->softmax_chunk(scores + i * PKV_CHUNK, n, max + i, sum + i);
-        memset(acc + r * n_q * head_dim, 0, (size_t)(n_q * head_dim) * sizeof(float));
-    }
-    for (int64_t t = first; t < end; t += kv->block_size) {
-        for (int64_t h = 0; h < item->n_kv_heads; h++) {
-            int64_t kv_head = item->kv_head + h;
-            const float *v = kv->v + pkv_view_offset(kv, t / kv->block_size, layer, kv_head, head_dim);
-            const float *next = t + kv->block_size < end
-                                    ? kv->v + pkv_view_offset(kv, t / kv->block_size + 1, layer, kv_head, head_dim)
-                                    : v;
-            for (int64_t r = 0; r < item->n_rows; r++) {
-                int64_t n = pkv_min(kv->block_size,
-                                    pkv_min(end, pkv_attn_row_visible(segment, item->row + r)) - t);
+    for (int64_t r = 0; r < tile->n_rows; r++)
+        for (int64_t h = 0; h < n_kv_heads && tile->visible[r] > first; h++) {
+            float *max = tile->state[r] + h * tile->head_stride, *sum = max + group;
+            float *acc = max + pkv_attn_acc_at(shape);
+            for (int64_t i = 0; i < group; i++)
+                kernels->softmax_chunk(scores + ((r * n_kv_heads + h) * group + i) * PKV_CHUNK,
+                                       pkv_min(PKV_CHUNK, tile->visible[r] - first), max + i, sum + i);
+            memset(acc, 0, (size_t)(group * head_dim) * sizeof(float));
+        }
+    for (int64_t t = first; t < end; t += kv->block_size)
+        for (int64_t h = 0; h < n_kv_heads; h++) {
+            const float *v = kv->v + pkv_view_offset(kv, t / kv->block_size, layer, kv_head + h, head_dim);
+            const float *next =
+                t + kv->block_size < end
+                    ? kv->v + pkv_view_offset(kv, t / kv->block_size + 1, layer, kv_head + h, head_dim)
+                    : v;
+            for (int64_t r = 0; r < tile->n_rows; r++) {
+                int64_t n = pkv_min(kv->block_size, pkv_min(end, tile->visible[r]) - t);
                 if (n > 0)
-                    kernels->attn_values(scores + (r * n_q + h * group) * PKV_CHUNK + (t - first), PKV_CHUNK,
+                    kernels->attn_values(scores + (r * n_kv_heads + h) * group * PKV_CHUNK + (t - first), PKV_CHUNK,
                                          group, v, kv->row_stride, n, head_dim,
-                                         acc + (r * n_q + h * group) * head_dim, next);
+                                         tile->state[r] + h * tile->head_stride + pkv_attn_acc_at(shape), next);
             }
         }
-    }
 }
 
-/* Fold the chunk's states into the item's, row by row, skipping rows that do not see the chunk. */
-static inline void pkv_attn_merge_chunk(const pkv_kernels *kernels, const pkv_attn_shape *shape,
-                                        const pkv_attn_item *item, int64_t chunk, float *state, const float *later) {
-    int64_t head_dim = shape->head_dim;
-    int64_t n_q = item->n_kv_heads * (shape->n_heads / shape->n_kv_heads), n_states = item->n_rows * n_q;
-    for (int64_t r = 0; r < item->n_rows; r++) {
-        if (pkv_attn_row_visible(item->segment, item->row + r) <= chunk * PKV_CHUNK)
-            continue;
-        for (int64_t i = r * n_q; i < (r + 1) * n_q; i++)
-            kernels->attn_merge(state + i, state + n_states + i, state + 2 * n_states + i * head_dim, later[i],
-                                later[n_states + i], later + 2 * n_states + i * head_dim, head_dim);
-    }
+/* Fold a later chunk's state of one row and KV head into the state of all chunks before it. */
+static inline void pkv_attn_fold(const pkv_kernels *kernels, const pkv_attn_shape *shape, float *state,
+                                 const float *later) {
+    int64_t group = shape->n_heads / shape->n_kv_heads, head_dim = shape->head_dim;
+    for (int64_t i = 0; i < group; i++)
+        kernels->attn_merge(state + i, state + group + i, state + pkv_attn_acc_at(shape) + i * head_dim, later[i],
+                            later[group + i], later + pkv_attn_acc_at(shape) + i * head_dim, head_dim);
 }
 
-/* Divide by the sums and write the item's heads to out (first row of the segment, row stride ldout). */
-static inline void pkv_attn_write(const pkv_kernels *kernels, const pkv_attn_shape *shape, const pkv_attn_item *item,
-                                  const float *state, float *out, int64_t ldout) {
-    int64_t head_dim = shape->head_dim, group = shape->n_heads / shape->n_kv_heads;
-    int64_t n_q = item->n_kv_heads * group, n_states = item->n_rows * n_q;
-    for (int64_t r = 0; r < item->n_rows; r++)
-        for (int64_t h = 0; h < n_q; h++)
-            kernels->attn_finish(state + 2 * n_states + (r * n_q + h) * head_dim, state[n_states + r * n_q + h],
-                                 out + (item->row + r) * ldout + (item->kv_head * group + h) * head_dim, head_dim);
+/* Divide by the sums and write one row's group of heads to out (the row's first head of all). */
+static inline void pkv_attn_write(const pkv_kernels *kernels, const pkv_attn_shape *shape, const float *state,
+                                  int64_t kv_head, float *out) {
+    int64_t group = shape->n_heads / shape->n_kv_heads, head_dim = shape->head_dim;
+    for (int64_t i = 0; i < group; i++)
+        kernels->attn_finish(state + pkv_attn_acc_at(shape) + i * head_dim, state[group + i],
+                             out + (kv_head * group + i) * head_dim, head_dim);
 }
 
-/* Floats of scratch that one thread needs for any item: scores and two states. */
+/* Pairs of a row and a KV head that an item takes through a chunk together, at most. */
+static inline int64_t pkv_attn_most_pairs(const pkv_attn_shape *shape) {
+    return PKV_ATTN_TILE_ROWS > shape->n_kv_heads ? PKV_ATTN_TILE_ROWS : shape->n_kv_heads;
+}
+
+/* Floats of scratch that one thread needs for any item: scores, and the states of two chunks. */
 static inline int64_t pkv_attn_scratch_len(const pkv_attn_shape *shape) {
-    int64_t tile = PKV_ATTN_TILE_ROWS * (shape->n_heads / shape->n_kv_heads);
-    int64_t n_q = tile > shape->n_heads ? tile : shape->n_heads;
-    return n_q * PKV_CHUNK + 2 * pkv_attn_state_len(n_q, shape->head_dim);
+    return pkv_attn_most_pairs(shape) *
+           (shape->n_heads / shape->n_kv_heads * PKV_CHUNK + 2 * pkv_attn_state_len(shape));
+}
+
+/* Where the state of (row, KV head, chunk) of a segment lies in the partials. */
+static inline int64_t pkv_attn_slot(const pkv_attn_plan *plan, const pkv_attn_shape *shape, int64_t segment, int64_t row,
+                                    int64_t kv_head, int64_t chunk) {
+    const pkv_attn_segment *s = &plan->segments[segment];
+    int64_t n_chunks = pkv_chunks_for(pkv_attn_row_visible(s, s->n_rows - 1));
+    return plan->partials[segment] +
+           ((row * shape->n_kv_heads + kv_head) * n_chunks + chunk) * pkv_attn_state_len(shape);
 }
 
 /* Run one item. q and out point at row 0 of the step; strides ldq, ldout. */
-static inline void pkv_attn_run(const pkv_kernels *kernels, const pkv_attn_shape *shape, const pkv_attn_item *item,
-                                int64_t layer, const float *q, int64_t ldq, float *out, int64_t ldout,
-                                float *partials, float *scratch) {
-    int64_t n_states = item->n_rows * item->n_kv_heads * (shape->n_heads / shape->n_kv_heads);
-    int64_t state_len = pkv_attn_state_len(n_states, shape->head_dim);
-    float *scores = scratch, *state = scratch + n_states * PKV_CHUNK, *later = state + state_len;
-    const float *q_item = q + (item->segment->row + item->row) * ldq;
-    if (item->partial >= 0) {
-        pkv_attn_chunk(kernels, shape, item, layer, item->chunk, q_item, ldq, scores, partials + item->partial);
-        return;
+static inline void pkv_attn_run(const pkv_kernels *kernels, const pkv_attn_shape *shape, const pkv_attn_plan *plan,
+                                const pkv_attn_item *item, int64_t layer, const float *q, int64_t ldq, float *out,
+                                int64_t ldout, float *partials, float *scratch) {
+    int64_t state_len = pkv_attn_state_len(shape);
+    const pkv_kv_view *kv = &plan->segments[item->segment].kv;
+    float *states = scratch + pkv_attn_most_pairs(shape) * (shape->n_heads / shape->n_kv_heads) * PKV_CHUNK;
+    for (int64_t done = 0; done < item->n_rows; done += PKV_ATTN_TILE_ROWS) {
+        pkv_attn_tile tile, later;
+        tile.n_rows = pkv_min(PKV_ATTN_TILE_ROWS, item->n_rows - done);
+        for (int64_t r = 0; r < tile.n_rows; r++) {
+            int64_t id = item->members < 0 ? item->segment : plan->members[item->members + done + r];
+            int64_t row = item->members < 0 ? item->row + done + r : 0;
+            tile.q[r] = q + (plan->segments[id].row + row) * ldq;
+            tile.visible[r] = pkv_attn_row_visible(&plan->segments[id], row);
+            tile.state[r] = item->partial < 0 ? states + r * item->n_kv_heads * state_len
+                                              : partials + pkv_attn_slot(plan, shape, id, row, item->kv_head, item->chunk);
+        }
+        if (item->partial >= 0) { /* one chunk after the other, each to its own slot */
+            tile.head_stride = item->partial;
+            for (int64_t chunk = item->chunk; chunk < item->chunk + item->n_chunks; chunk++) {
+                pkv_attn_chunk(kernels, shape, kv, layer, chunk, item->kv_head, item->n_kv_heads, &tile, scratch);
+                for (int64_t r = 0; r < tile.n_rows; r++)
+                    tile.state[r] += state_len;
+            }
+            continue;
+        }
+        tile.head_stride = state_len;
+        later = tile;
+        for (int64_t r = 0; r < tile.n_rows; r++)
+            later.state[r] += tile.n_rows * item->n_kv_heads * state_len;
+        pkv_attn_chunk(kernels, shape, kv, layer, 0, item->kv_head, item->n_kv_heads, &tile, scratch);
+        for (int64_t chunk = 1; chunk < item->n_chunks; chunk++) {
+            pkv_attn_chunk(kernels, shape, kv, layer, chunk, item->kv_head, item->n_kv_heads, &later, scratch);
+            for (int64_t r = 0; r < tile.n_rows; r++)
+                for (int64_t h = 0; h < item->n_kv_heads && tile.visible[r] > chunk * PKV_CHUNK; h++)
+                    pkv_attn_fold(kernels, shape, tile.state[r] + h * state_len, later.state[r] + h * state_len);
+        }
+        for (int64_t r = 0; r < tile.n_rows; r++)
+            for (int64_t h = 0; h < item->n_kv_heads; h++)
+                pkv_attn_write(kernels, shape, tile.state[r] + h * state_len, item->kv_head + h,
+                               out + (plan->segments[item->segment].row + item->row + done + r) * ldout);
     }
-    pkv_attn_chunk(kernels, shape, item, layer, 0, q_item, ldq, scores, state);
-    for (int64_t chunk = 1; chunk < item->n_chunks; chunk++) {
-        pkv_attn_chunk(kernels, shape, item, layer, chunk, q_item, ldq, scores, later);
-        pkv_attn_merge_chunk(kernels, shape, item, chunk, state, later);
-    }
-    pkv_attn_write(kernels, shape, item, state, out + item->segment->row * ldout, ldout);
 }
 
-/* Join the partial states of one tile, chunk by chunk in ascending order, and write the result. */
-static inline void pkv_attn_join(const pkv_kernels *kernels, const pkv_attn_shape *shape, const pkv_attn_item *item,
-                                 float *out, int64_t ldout, float *partials) {
-    int64_t n_states = item->n_rows * item->n_kv_heads * (shape->n_heads / shape->n_kv_heads);
-    int64_t state_len = pkv_attn_state_len(n_states, shape->head_dim);
-    float *state = partials + item->partial;
-    for (int64_t chunk = 1; chunk < item->n_chunks; chunk++)
-        pkv_attn_merge_chunk(kernels, shape, item, chunk, state, state + chunk * state_len);
-    pkv_attn_write(kernels, shape, item, state, out + item->segment->row * ldout, ldout);
+/* Join the states of one segment's rows, chunk by chunk in ascending order, and write the result. */
+static inline void pkv_attn_join(const pkv_kernels *kernels, const pkv_attn_shape *shape, const pkv_attn_plan *plan,
+                                 const pkv_attn_item *item, float *out, int64_t ldout, float *partials) {
+    const pkv_attn_segment *segment = &plan->segments[item->segment];
+    int64_t state_len = pkv_attn_state_len(shape);
+    for (int64_t row = item->row; row < item->row + item->n_rows; row++)
+        for (int64_t h = item->kv_head; h < item->kv_head + item->n_kv_heads; h++) {
+            float *state = partials + pkv_attn_slot(plan, shape, item->segment, row, h, 0);
+            int64_t n_chunks = pkv_chunks_for(pkv_attn_row_visible(segment, row));
+            for (int64_t chunk = 1; chunk < n_chunks; chunk++)
+                pkv_attn_fold(kernels, shape, state, state + chunk * state_len);
+            pkv_attn_write(kernels, shape, state, h, out + (segment->row + row) * ldout);
+        }
 }
 
-/* The cut of a step's attention. run holds n_run items, join n_join; partials_len floats lie between them. */
-typedef struct pkv_attn_plan {
-    pkv_attn_item *run;
-    pkv_attn_item *join;
-    int64_t n_run, n_join, partials_len;
-} pkv_attn_plan;
+static inline void pkv_attn_free_plan(pkv_attn_plan *plan) {
+    free(plan->run);
+    free(plan->join);
+    free(plan->members);
+    free(plan->partials);
+    memset(plan, 0, sizeof *plan);
+}
 
-/* Cut segments into items. One row of a sequence reads K and V of all heads together, block by block, which
- * memory likes best; several rows go by tiles and heads, which the cache likes best. Where that leaves the
- * threads short of work, heads are cut too, and then chunks.
- * With plan->run NULL only the counts are set; the caller then brings arrays of that size. */
-static inline void pkv_attn_make_plan(pkv_attn_plan *plan, const pkv_attn_shape *shape,
-                                      const pkv_attn_segment *segments, int64_t n_segments, int64_t n_threads) {
-    int64_t group = shape->n_heads / shape->n_kv_heads, n_rows = 0, n_whole = 0, n_by_head = 0;
+/* Room for one more element; 0 where memory is out. */
+static inline int pkv_grow(void **array, int64_t n, int64_t *cap, size_t width) {
+    if (n < *cap)
+        return 1;
+    int64_t larger = *cap ? 2 * *cap : 64;
+    void *moved = realloc(*array, (size_t)larger * width);
+    if (!moved)
+        return 0;
+    *array = moved;
+    *cap = larger;
+    return 1;
+}
+
+static inline int pkv_attn_add(pkv_attn_item **items, int64_t *n, int64_t *cap, pkv_attn_item item) {
+    void *array = *items;
+    int ok = pkv_grow(&array, *n, cap, sizeof item);
+    *items = (pkv_attn_item *)array;
+    if (ok)
+        (*items)[(*n)++] = item;
+    return ok;
+}
+
+/* Whether a chunk lies wholly before a single row's own position. The step may yet give the row's own block a
+ * private twin, after the plan is made; the blocks before it stay. */
+static inline int pkv_attn_settled(const pkv_attn_segment *segment, int64_t chunk) {
+    return segment->n_rows == 1 && segment->kv.block_table && (chunk + 1) * PKV_CHUNK < segment->visible;
+}
+
+/* Whether two single rows read the same blocks in a chunk. */
+static inline int pkv_attn_same_chunk(const pkv_attn_segment *a, const pkv_attn_segment *b, int64_t chunk) {
+    int64_t n = PKV_CHUNK / a->kv.block_size, first = chunk * n;
+    return pkv_attn_settled(a, chunk) && pkv_attn_settled(b, chunk) && a->kv.k == b->kv.k &&
+           a->kv.block_table[first] == b->kv.block_table[first] &&
+           memcmp(a->kv.block_table + first, b->kv.block_table + first, (size_t)n * sizeof(int32_t)) == 0;
+}
+
+/* Items for leading chunks that several single rows share: one item for each chunk and KV head, whatever the
+ * number of rows. Sequences that share a chunk share those before it (forks do), so a group only ever splits.
+ *   n_shared  [n_segments] set to the leading chunks of each that such items cover */
+static inline int pkv_attn_share(pkv_attn_plan *plan, const pkv_attn_shape *shape, int64_t n_segments,
+                                 int64_t *n_shared) {
+    for (int64_t i = 0; i < n_segments; i++)
+        n_shared[i] = 0;
+    int found = 1;
+    for (int64_t chunk = 0; found; chunk++) {
+        found = 0;
+        for (int64_t i = 0; i < n_segments; i++) {
+            const pkv_attn_segment *leader = &plan->segments[i];
+            if (n_shared[i] != chunk || !pkv_attn_settled(leader, chunk))
+                continue;
+            int64_t begin = plan->n_members;
+            for (int64_t j = i; j < n_segments; j++)
+                if (n_shared[j] == chunk && (j == i || pkv_attn_same_chunk(leader, &plan->segments[j], chunk))) {
+                    void *array = plan->members;
+                    if (!pkv_grow(&array, plan->n_members, &plan->members_cap, sizeof *plan->members))
+                        return 0;
+                    plan->members = (int32_t *)array;
+                    plan->members[plan->n_members++] = (int32_t)j;
+                }
+            int64_t n = plan->n_members - begin;
+            if (n == 1) { /* alone: it will read the chunk for itself */
+                plan->n_members = begin;
+                continue;
+            }
+            found = 1;
+            for (int64_t j = begin; j < plan->n_members; j++)
+                n_shared[plan->members[j]] = chunk + 1;
+            for (int64_t h = 0; h < shape->n_kv_heads; h++)
+                if (!pkv_attn_add(&plan->run, &plan->n_run, &plan->run_cap,
+                                  (pkv_attn_item){i, 0, n, h, 1, chunk, 1, begin, 1}))
+                    return 0;
+        }
+    }
+    return 1;
+}
+
+/* Cut segments into items. Chunks that several sequences hold go first, once for all. The rest of a single row
+ * reads K and V of all heads together, block by block, which memory likes best; several rows go by tiles and
+ * heads, which the cache likes best. Where that leaves the threads short of work, heads are cut too, and then
+ * chunks. Returns 0 where memory is out; plan is to be freed in either case.
+ *   plan      zeros */
+static inline int pkv_attn_make_plan(pkv_attn_plan *plan, const pkv_attn_shape *shape, const pkv_attn_segment *segments,
+                                     int64_t n_segments, int64_t n_threads) {
+    int64_t n_rows = 0, n_whole = 0, n_by_head = 0, state_len = pkv_attn_state_len(shape);
+    plan->segments = segments;
+    plan->partials = (int64_t *)malloc((size_t)n_segments * sizeof(int64_t));
+    int64_t *n_shared = (int64_t *)malloc((size_t)n_segments * sizeof(int64_t));
+    int ok = plan->partials && n_shared && pkv_attn_share(plan, shape, n_segments, n_shared);
     for (int64_t i = 0; i < n_segments; i++) {
         int64_t n_tiles = (segments[i].n_rows + PKV_ATTN_TILE_ROWS - 1) / PKV_ATTN_TILE_ROWS;
         n_rows += segments[i].n_rows;
@@ -217,37 +358,33 @@ static inline void pkv_attn_make_plan(pkv_attn_plan *plan, const pkv_attn_shape 
     int64_t enough = 4 * n_threads;
     int cut_heads = n_threads > 1 && n_whole < enough;
     int cut_chunks = n_threads > 1 && n_by_head < enough && n_rows <= PKV_ATTN_SPLIT_ROWS;
-    plan->n_run = plan->n_join = plan->partials_len = 0;
-    for (int64_t i = 0; i < n_segments; i++) {
+    for (int64_t i = 0; ok && i < n_segments; i++) {
         const pkv_attn_segment *segment = &segments[i];
         int64_t heads = segment->n_rows == 1 && !cut_heads ? shape->n_kv_heads : 1;
+        int64_t all_chunks = pkv_chunks_for(pkv_attn_row_visible(segment, segment->n_rows - 1));
+        int by_slots = n_shared[i] > 0 || (cut_chunks && all_chunks > 1);
+        plan->partials[i] = by_slots ? plan->partials_len : -1;
+        if (by_slots)
+            plan->partials_len += segment->n_rows * shape->n_kv_heads * all_chunks * state_len;
         for (int64_t row = 0; row < segment->n_rows; row += PKV_ATTN_TILE_ROWS) {
             int64_t rows = pkv_min(PKV_ATTN_TILE_ROWS, segment->n_rows - row);
             int64_t n_chunks = pkv_chunks_for(pkv_attn_row_visible(segment, row + rows - 1));
-            int64_t state_len = pkv_attn_state_len(rows * heads * group, shape->head_dim);
             for (int64_t kv_head = 0; kv_head < shape->n_kv_heads; kv_head += heads) {
-                pkv_attn_item item = {segment, row, rows, kv_head, heads, 0, n_chunks, -1};
-                if (!cut_chunks || n_chunks == 1) {
-                    if (plan->run)
-                        plan->run[plan->n_run] = item;
-                    plan->n_run++;
-                    continue;
-                }
-                item.partial = plan->partials_len;
-                if (plan->run)
-                    plan->join[plan->n_join] = item;
-                plan->n_join++;
-                for (int64_t chunk = 0; chunk < n_chunks; chunk++) {
-                    item.chunk = chunk;
-                    item.partial = plan->partials_len;
-                    if (plan->run)
-                        plan->run[plan->n_run] = item;
-                    plan->n_run++;
-                    plan->partials_len += state_len;
+                /* Between the slots of two KV heads lie those of all chunks. */
+                pkv_attn_item item = {i,  row, rows, kv_head, heads, n_shared[i], n_chunks - n_shared[i],
+                                      -1, by_slots ? all_chunks * state_len : -1};
+                int64_t each = by_slots && cut_chunks ? 1 : item.n_chunks;
+                if (by_slots)
+                    ok = ok && pkv_attn_add(&plan->join, &plan->n_join, &plan->join_cap, item);
+                for (; ok && item.chunk < n_chunks; item.chunk += each) {
+                    item.n_chunks = each;
+                    ok = pkv_attn_add(&plan->run, &plan->n_run, &plan->run_cap, item);
                 }
             }
         }
     }
+    free(n_shared);
+    return ok;
 }
 
 #endif

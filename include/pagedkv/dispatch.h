@@ -35,6 +35,7 @@ typedef struct pkv_kernels {
                        int64_t ldy, int64_t n_cols, int accumulate, const float *next);
     void (*matmul_coded)(int dtype, const float *x, int64_t ldx, int64_t n_rows, const uint8_t *panel, int64_t n_k,
                          float *y, int64_t ldy, int64_t n_cols);
+    int64_t coded_rows; /* matmul_coded takes 1 to this many rows */
     void (*expand)(int dtype, const uint8_t *panel, int64_t k_0, int64_t n_k, float *out);
     void (*attn_scores)(const float *q, int64_t n_q, const float *k, int64_t ldk, int64_t n_k, int64_t head_dim,
                         float scale, float *s, int64_t lds, const float *next);
@@ -44,6 +45,11 @@ typedef struct pkv_kernels {
                        int64_t head_dim);
     void (*attn_finish)(const float *acc, float sum, float *out, int64_t head_dim);
 } pkv_kernels;
+
+/* Where a type is expanded slice by slice all the same, few rows are enough. */
+#define PKV_CODED_ROWS_scalar 4
+#define PKV_CODED_ROWS_avx2 4
+#define PKV_CODED_ROWS_neon 4
 
 #define PKV_KERNELS(ISA)                                                                                       \
     {#ISA,                                                                                                     \
@@ -57,6 +63,7 @@ typedef struct pkv_kernels {
      pkv_add_f32_##ISA,                                                                                        \
      pkv_matmul_f32_##ISA,                                                                                     \
      pkv_matmul_coded_##ISA,                                                                                   \
+     PKV_CODED_ROWS_##ISA,                                                                                     \
      pkv_expand_##ISA,                                                                                         \
      pkv_attn_scores_f32_##ISA,                                                                                \
      pkv_attn_values_f32_##ISA,                                                                                \

@@ -167,6 +167,9 @@ static void pkv_add_f32_avx512(float *y, const float *x, int64_t n) {
  * hardware prefetcher stops at. */
 #define PKV_AHEAD_AVX512 1024
 
+/* Rows multiplied straight from codes: 16 accumulators, and the registers for scales, minima and tables. */
+#define PKV_CODED_ROWS_avx512 8
+
 /* Bytes that a lone tile of codes asks for ahead. */
 #define PKV_CODED_AHEAD_AVX512 2048
 
@@ -340,18 +343,18 @@ PKV_INLINE_AVX512 void pkv_expand_of_avx512(int dtype, const uint8_t *panel, int
 PKV_INLINE_AVX512 void pkv_coded_of_avx512(int dtype, const int R, const float *x, int64_t ldx, const uint8_t *panel,
                                            int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {
     pkv_form f = pkv_form_of(dtype);
-    __m512 acc[4][2];
-    for (int m = 0; m < R; m++)
+    __m512 acc[8][2];
+    _Pragma("GCC unroll 8") for (int m = 0; m < R; m++)
         acc[m][0] = acc[m][1] = _mm512_setzero_ps();
     for (int64_t k = 0; k < n_k; k += f.group) {
         const uint8_t *unit, *group = pkv_group_at(f, panel, k, &unit);
         __m512 scale[2], minimum[2], w[2];
         if (f.has_scale)
             pkv_scales_avx512(dtype, unit, group, scale, minimum);
-        for (int64_t i = 0; i < f.group; i++) {
+        _Pragma("GCC unroll 4") for (int64_t i = 0; i < f.group; i++) {
             _mm_prefetch((const char *)(group + i * pkv_low_nbytes(f) + PKV_CODED_AHEAD_AVX512), _MM_HINT_T1);
             pkv_values_row_avx512(dtype, group, i, scale, minimum, w);
-            for (int m = 0; m < R; m++) {
+            _Pragma("GCC unroll 8") for (int m = 0; m < R; m++) {
                 __m512 x_k = _mm512_set1_ps(x[m * ldx + k + i]);
                 acc[m][0] = _mm512_fmadd_ps(x_k, w[0], acc[m][0]);
                 acc[m][1] = _mm512_fmadd_ps(x_k, w[1], acc[m][1]);
@@ -360,7 +363,7 @@ PKV_INLINE_AVX512 void pkv_coded_of_avx512(int dtype, const int R, const float *
     }
     __mmask16 live_0 = n_cols >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(n_cols);
     __mmask16 live_1 = n_cols >= 32 ? (__mmask16)0xFFFF : n_cols <= 16 ? 0 : pkv_tail_mask_avx512(n_cols - 16);
-    for (int m = 0; m < R; m++) {
+    _Pragma("GCC unroll 8") for (int m = 0; m < R; m++) {
         _mm512_mask_storeu_ps(y + m * ldy, live_0, acc[m][0]);
         _mm512_mask_storeu_ps(y + m * ldy + 16, live_1, acc[m][1]);
     }
@@ -402,28 +405,37 @@ static void pkv_expand_avx512(int dtype, const uint8_t *panel, int64_t k_0, int6
 #define PKV_CASE_2(D) PKV_CASE_R(D, 2)
 #define PKV_CASE_3(D) PKV_CASE_R(D, 3)
 #define PKV_CASE_4(D) PKV_CASE_R(D, 4)
+#define PKV_CASE_5(D) PKV_CASE_R(D, 5)
+#define PKV_CASE_6(D) PKV_CASE_R(D, 6)
+#define PKV_CASE_7(D) PKV_CASE_R(D, 7)
+#define PKV_CASE_8(D) PKV_CASE_R(D, 8)
 PKV_CODED_ROWS(1)
 PKV_CODED_ROWS(2)
 PKV_CODED_ROWS(3)
 PKV_CODED_ROWS(4)
+PKV_CODED_ROWS(5)
+PKV_CODED_ROWS(6)
+PKV_CODED_ROWS(7)
+PKV_CODED_ROWS(8)
 #undef PKV_CASE_1
 #undef PKV_CASE_2
 #undef PKV_CASE_3
 #undef PKV_CASE_4
+#undef PKV_CASE_5
+#undef PKV_CASE_6
+#undef PKV_CASE_7
+#undef PKV_CASE_8
 #undef PKV_CASE_R
 #undef PKV_CODED_ROWS
 #undef PKV_EACH_DTYPE_AVX512
 
 static void pkv_matmul_coded_avx512(int dtype, const float *x, int64_t ldx, int64_t n_rows, const uint8_t *panel,
                                     int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {
-    if (n_rows == 1)
-        pkv_coded_1rows_avx512(dtype, x, ldx, panel, n_k, y, ldy, n_cols);
-    else if (n_rows == 2)
-        pkv_coded_2rows_avx512(dtype, x, ldx, panel, n_k, y, ldy, n_cols);
-    else if (n_rows == 3)
-        pkv_coded_3rows_avx512(dtype, x, ldx, panel, n_k, y, ldy, n_cols);
-    else
-        pkv_coded_4rows_avx512(dtype, x, ldx, panel, n_k, y, ldy, n_cols);
+    typedef void (*rows_fn)(int, const float *, int64_t, const uint8_t *, int64_t, float *, int64_t, int64_t);
+    static const rows_fn by_rows[PKV_CODED_ROWS_avx512] = {
+        pkv_coded_1rows_avx512, pkv_coded_2rows_avx512, pkv_coded_3rows_avx512, pkv_coded_4rows_avx512,
+        pkv_coded_5rows_avx512, pkv_coded_6rows_avx512, pkv_coded_7rows_avx512, pkv_coded_8rows_avx512};
+    by_rows[n_rows - 1](dtype, x, ldx, panel, n_k, y, ldy, n_cols);
 }
 
 /* Sixteen sets of lanes to their sixteen tree sums, element t from lanes[t]: the tree's four steps done for
@@ -488,8 +500,8 @@ static void pkv_attn_scores_f32_avx512(const float *q, int64_t n_q, const float 
                                                     int64_t n_k, int64_t head_dim, float *acc,                 \
                                                     const float *next) {                                       \
         __m512 a[H][4];                                                                                        \
-        for (int h = 0; h < H; h++)                                                                            \
-            for (int i = 0; i < 4; i++)                                                                        \
+        _Pragma("GCC unroll 4") for (int h = 0; h < H; h++)                                                    \
+            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)                                                                        \
                 a[h][i] = _mm512_loadu_ps(acc + h * head_dim + 16 * i);                                        \
         for (int64_t t = 0; t < n_k; t++) {                                                                    \
             const float *v_t = v + t * ldv;                                                                    \
@@ -497,7 +509,7 @@ static void pkv_attn_scores_f32_avx512(const float *q, int64_t n_q, const float 
             __m512 v_2 = _mm512_loadu_ps(v_t + 32), v_3 = _mm512_loadu_ps(v_t + 48);                           \
             for (int i = 0; i < 4; i++)                                                                        \
                 _mm_prefetch((const char *)(next + t * ldv + 16 * i), _MM_HINT_T1);                            \
-            for (int h = 0; h < H; h++) {                                                                      \
+            _Pragma("GCC unroll 4") for (int h = 0; h < H; h++) {                                              \
                 __m512 p_t = _mm512_set1_ps(p[h * ldp + t]);                                                   \
                 a[h][0] = _mm512_fmadd_ps(p_t, v_0, a[h][0]);                                                  \
                 a[h][1] = _mm512_fmadd_ps(p_t, v_1, a[h][1]);                                                  \
@@ -505,8 +517,8 @@ static void pkv_attn_scores_f32_avx512(const float *q, int64_t n_q, const float 
                 a[h][3] = _mm512_fmadd_ps(p_t, v_3, a[h][3]);                                                  \
             }                                                                                                  \
         }                                                                                                      \
-        for (int h = 0; h < H; h++)                                                                            \
-            for (int i = 0; i < 4; i++)                                                                        \
+        _Pragma("GCC unroll 4") for (int h = 0; h < H; h++)                                                    \
+            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)                                                                        \
                 _mm512_storeu_ps(acc + h * head_dim + 16 * i, a[h][i]);                                        \
     }
 PKV_VALUES_HEADS(1)

@@ -23,9 +23,6 @@
 /* Panels whose slices lie in L2 together while the rows pass over them (256 KiB). */
 #define PKV_SLICE_PANELS 4
 
-/* Up to this many rows are multiplied straight from codes; more are worth the expanding of a slice first. */
-#define PKV_CODED_ROWS 4
-
 typedef struct pkv_panel {
     const void *data; /* 64-byte aligned; see weights.h */
     int32_t dtype;
@@ -115,8 +112,8 @@ static inline int64_t pkv_group_begin(int64_t i, int64_t n_groups, int64_t n_pan
 /* Floats of scratch that pkv_matmul_panels needs. */
 #define PKV_MATMUL_SCRATCH (PKV_SLICE_PANELS * PKV_K_TILE * PKV_PANEL)
 
-/* At most PKV_SLICE_PANELS panels [begin, end) of y = x W^T for more rows than PKV_CODED_ROWS, slice by slice
- * of k; y starts at the first of these columns. */
+/* At most PKV_SLICE_PANELS panels [begin, end) of y = x W^T slice by slice of k, coded
+ * panels expanded once for all rows; y starts at the first of these columns. */
 static inline void pkv_matmul_slices(const pkv_kernels *kernels, const float *x, int64_t ldx, int64_t n_rows,
                                      const pkv_weight *w, int64_t begin, int64_t end, float *y, int64_t ldy,
                                      float *scratch) {
@@ -156,7 +153,7 @@ static inline void pkv_matmul_slices(const pkv_kernels *kernels, const float *x,
 static inline void pkv_matmul_panels(const pkv_kernels *kernels, const float *x, int64_t ldx, int64_t n_rows,
                                      const pkv_weight *w, int64_t begin, int64_t end, float *y, int64_t ldy,
                                      float *scratch) {
-    if (n_rows > PKV_CODED_ROWS) {
+    if (n_rows > kernels->coded_rows) {
         for (int64_t p = begin; p < end; p += PKV_SLICE_PANELS)
             pkv_matmul_slices(kernels, x, ldx, n_rows, w, p, pkv_min(p + PKV_SLICE_PANELS, end),
                               y + (p - begin) * PKV_PANEL, ldy, scratch);
@@ -224,12 +221,12 @@ static inline void pkv_step_rope_append(const pkv_step *s, int64_t layer, int64_
 
 static inline void pkv_step_attend(const pkv_step *s, int64_t layer, int64_t item, int thread) {
     const pkv_model *m = s->model;
-    pkv_attn_run(s->kernels, &m->attn, &s->plan.run[item], layer, s->qkv, pkv_qkv_len(m), s->attn,
+    pkv_attn_run(s->kernels, &m->attn, &s->plan, &s->plan.run[item], layer, s->qkv, pkv_qkv_len(m), s->attn,
                  pkv_q_dim(m), s->partials, pkv_thread_scratch(s, thread));
 }
 
 static inline void pkv_step_join(const pkv_step *s, int64_t item) {
-    pkv_attn_join(s->kernels, &s->model->attn, &s->plan.join[item], s->attn, pkv_q_dim(s->model), s->partials);
+    pkv_attn_join(s->kernels, &s->model->attn, &s->plan, &s->plan.join[item], s->attn, pkv_q_dim(s->model), s->partials);
 }
 
 /* One group of panels of a projection back into the residual stream: x += in W^T. */
