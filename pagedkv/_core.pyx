@@ -489,7 +489,7 @@ cdef class PackedWeight:
     def __cinit__(self, int64_t n, int64_t k, list dtypes, Arena arena=None):
         """dtypes: type of each panel of 32 rows."""
         cdef int64_t i
-        if len(dtypes) != pkv_panels_for(n):
+        if n <= 0 or len(dtypes) != pkv_panels_for(n):
             raise error(f"{len(dtypes)} panel types for {n} rows", (PkvStatus.PKV_ERR_BAD_DIM,))
         self.n_bytes = sum([packed_nbytes(dtype, PKV_PANEL, k) for dtype in dtypes])
         self.arena = Arena(self.n_bytes) if arena is None else arena
@@ -525,14 +525,22 @@ cdef class PackedWeight:
         """Pack n stored rows, all of one type, into every `step`-th panel from the `first`.
 
         raw: the rows as a file has them, one after the other; row i is stored row row_order[i]."""
-        cdef int64_t n_panels = pkv_panels_for(n), i, n_stored
+        cdef int64_t n_mine = pkv_panels_for(self.n), n_panels, i, n_stored, row_nbytes
         cdef int n_threads = team()
-        cdef pkv_form form = pkv_form_of(self.panels[first].dtype)
-        cdef int64_t row_nbytes = self.k // form.unit * form.block_nbytes
+        cdef pkv_form form
         cdef const int64_t *order = NULL
-        if n <= 0 or first < 0 or first + step * (n_panels - 1) >= pkv_panels_for(self.n):
-            raise error(f"{n} rows from panel {first} do not fit a packed [{self.n}, {self.k}]",
+        # Each bounded by itself first, so that the product stays in 64 bits.
+        if (n <= 0 or n > n_mine * PKV_PANEL or first < 0 or first >= n_mine or step <= 0 or step > n_mine
+                or first + step * (pkv_panels_for(n) - 1) >= n_mine):
+            raise error(f"{n} rows from panel {first} in steps of {step} do not fit a packed [{self.n}, {self.k}]",
                         (PkvStatus.PKV_ERR_BAD_DIM,))
+        n_panels = pkv_panels_for(n)
+        for i in range(n_panels):
+            if self.panels[first + step * i].dtype != self.panels[first].dtype:
+                raise error(f"panels {first} and {first + step * i} are of different types",
+                            (PkvStatus.PKV_ERR_BAD_DIM,))
+        form = pkv_form_of(self.panels[first].dtype)
+        row_nbytes = self.k // form.unit * form.block_nbytes
         n_stored = raw.shape[0] // row_nbytes
         if row_order is not None:
             order = &row_order[0]
@@ -1028,7 +1036,8 @@ cdef class ModelCore:
                 need(array.shape[0] == pkv_qkv_len(m), f"QKV bias of layer {i}")
                 layer.qkv_bias = &array[0]
             for name, shape in (("qkv", (pkv_qkv_len(m), m.hidden_dim)), ("o", (m.hidden_dim, q_dim)),
-                                ("gate_up", (2 * pkv_pad(m.ffn_dim), m.hidden_dim)), ("down", (m.hidden_dim, m.ffn_dim))):
+                                ("gate_up", (2 * pkv_pad(m.ffn_dim), m.hidden_dim)),
+                                ("down", (m.hidden_dim, m.ffn_dim))):
                 need(given[name].shape == shape, f"{name} of layer {i}")
             layer.qkv, layer.o = (<PackedWeight?>given["qkv"]).view(), (<PackedWeight?>given["o"]).view()
             layer.gate_up = (<PackedWeight?>given["gate_up"]).view()

@@ -405,60 +405,186 @@ static void check_add(void) {
         }
 }
 
-/* Columns beyond n_cols of the last panel hold NaN here: nobody may let them into y. */
+/* Columns beyond n_cols hold NaN here: nobody may let them into y. */
 static void check_matmul_case(int64_t n_rows, int64_t n_cols, int64_t n_k, int accumulate, int mode) {
     int64_t ldx = n_k + rng_gap(9), ldy = n_cols + rng_gap(9);
-    int64_t panel_stride = (n_k + rng_gap(3)) * PKV_PANEL, n_panels = pkv_panels_for(n_cols);
-    CASE("rows=%lld cols=%lld k=%lld ldx=%lld ldy=%lld stride=%lld accumulate=%d mode=%d", (long long)n_rows,
-         (long long)n_cols, (long long)n_k, (long long)ldx, (long long)ldy, (long long)panel_stride, accumulate, mode);
+    CASE("rows=%lld cols=%lld k=%lld ldx=%lld ldy=%lld accumulate=%d mode=%d", (long long)n_rows, (long long)n_cols,
+         (long long)n_k, (long long)ldx, (long long)ldy, accumulate, mode);
     int64_t n_x = n_rows ? (n_rows - 1) * ldx + n_k : 0, n_y = n_rows ? (n_rows - 1) * ldy + n_cols : 0;
-    int64_t n_w = n_panels ? (n_panels - 1) * panel_stride + n_k * PKV_PANEL : 0;
-    float *x = place_random(IN_A, n_x, mode), *panels = place_random(IN_B, n_w, mode);
+    float *x = place_random(IN_A, n_x, mode), *panel = place_random(IN_B, n_k * PKV_PANEL, mode);
     float *before = place_random(IN_C, n_y, mode), *want = place_copy(WANT, before, n_y);
-    for (int64_t j = n_cols; j < n_panels * PKV_PANEL; j++)
-        for (int64_t k = 0; k < n_k; k++)
-            panels[(n_panels - 1) * panel_stride + k * PKV_PANEL + j % PKV_PANEL] = NAN;
-    scalar->matmul_f32(x, ldx, n_rows, panels, panel_stride, n_k, want, ldy, n_cols, accumulate);
+    for (int64_t k = 0; k < n_k; k++)
+        for (int64_t j = n_cols; j < PKV_PANEL; j++)
+            panel[k * PKV_PANEL + j] = NAN;
+    scalar->matmul_f32(x, ldx, n_rows, panel, n_k, want, ldy, n_cols, accumulate, panel);
     digest(want, n_y);
     /* Drawn outside the loop: the draws must not depend on how many ISAs there are. */
     int64_t k_1 = rng_below(n_k + 1), k_2 = k_1 + rng_below(n_k - k_1 + 1), m_1 = rng_below(n_rows + 1);
     FOR_EACH_ISA(kernels) {
         float *got = place_copy(GOT, before, n_y);
-        kernels->matmul_f32(x, ldx, n_rows, panels, panel_stride, n_k, got, ldy, n_cols, accumulate);
+        kernels->matmul_f32(x, ldx, n_rows, panel, n_k, got, ldy, n_cols, accumulate, panel);
         check_arrays(got, want, n_y);
-        /* k split in three, rows in two: the same bits. */
+        /* k split in three, rows in two: the same bits. What is asked of memory ahead may be anywhere. */
         got = place_copy(GOT, before, n_y);
         for (int half = 0; half < 2; half++) {
             int64_t m = half ? m_1 : 0, rows = half ? n_rows - m_1 : m_1;
-            const float *x_m = x + m * ldx;
+            const float *x_m = x + m * ldx, *end = panel + n_k * PKV_PANEL;
             float *y_m = got + m * ldy;
-            kernels->matmul_f32(x_m, ldx, rows, panels, panel_stride, k_1, y_m, ldy, n_cols, accumulate);
-            kernels->matmul_f32(x_m + k_1, ldx, rows, panels + k_1 * PKV_PANEL, panel_stride, k_2 - k_1, y_m, ldy,
-                                n_cols, 1);
-            kernels->matmul_f32(x_m + k_2, ldx, rows, panels + k_2 * PKV_PANEL, panel_stride, n_k - k_2, y_m, ldy,
-                                n_cols, 1);
+            kernels->matmul_f32(x_m, ldx, rows, panel, k_1, y_m, ldy, n_cols, accumulate, end);
+            kernels->matmul_f32(x_m + k_1, ldx, rows, panel + k_1 * PKV_PANEL, k_2 - k_1, y_m, ldy, n_cols, 1, end);
+            kernels->matmul_f32(x_m + k_2, ldx, rows, panel + k_2 * PKV_PANEL, n_k - k_2, y_m, ldy, n_cols, 1, end);
         }
         check_arrays(got, want, n_y);
     }
 }
 
 static void check_matmul(void) {
-    static const int64_t cols[] = {1, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 63, 64, 65, 72, 96, 97, 100, 128};
     static const int64_t depths[] = {0, 1, 2, 3, 7, 16, 33, 64};
     for (int64_t n_rows = 1; n_rows <= 40; n_rows++)
         for (int repeat = 0; repeat < 4; repeat++) {
-            int64_t n_cols = cols[rng_below(COUNT(cols))], n_k = depths[rng_below(COUNT(depths))];
+            int64_t n_cols = 1 + rng_below(PKV_PANEL), n_k = depths[rng_below(COUNT(depths))];
             int mode = repeat == 0 ? MODERATE : (int)rng_below(N_MODES);
             check_matmul_case(n_rows, n_cols, n_k, repeat & 1, mode);
         }
-    for (int i = 0; i < COUNT(cols); i++)
+    for (int64_t n_cols = 1; n_cols <= PKV_PANEL; n_cols++)
         for (int64_t n_rows = 1; n_rows <= 4; n_rows++)
-            check_matmul_case(n_rows, cols[i], 20, i & 1, (int)rng_below(N_MODES));
-    check_matmul_case(0, 33, 5, 0, MODERATE);
+            check_matmul_case(n_rows, n_cols, 20, n_cols & 1, (int)rng_below(N_MODES));
+    check_matmul_case(0, 32, 5, 0, MODERATE);
     check_matmul_case(3, 0, 5, 0, MODERATE);
     /* Longer than any kernel's own split of k. */
     for (int64_t n_rows = 1; n_rows <= 13; n_rows += 4)
         check_matmul_case(n_rows, 20, 700, (int)(n_rows & 1), MODERATE);
+}
+
+/* ---- weights as a file has them ---- */
+
+static const char *const DTYPE_NAMES[PKV_N_DTYPES] = {"f32",  "f16",  "bf16", "q8_0", "q4_0", "q4_1",
+                                                      "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"};
+
+/* Bits of a float16: any sign; subnormals and zeros in TINY and WIDE; infinities and NaN in SPECIAL only. */
+static uint16_t rng_half(int mode) {
+    static const uint16_t specials[] = {0x0000, 0x8000, 0x7C00, 0xFC00, 0x7E00, 0xFE01,
+                                        0x7C01, 0x7BFF, 0xFBFF, 0x0001, 0x83FF, 0x0400};
+    uint16_t low = (uint16_t)(rng_next() & 0x83FF);
+    if (mode == SPECIAL && rng_below(4) == 0)
+        return specials[rng_below(COUNT(specials))];
+    if (mode == WIDE)
+        return low | (uint16_t)(rng_below(31) << 10);
+    if (mode == TINY)
+        return rng_below(4) == 0 ? low & 0x8000 : low | (uint16_t)(rng_below(3) << 10);
+    return low | (uint16_t)((5 + rng_below(15)) << 10);
+}
+
+static void store_u16(uint8_t *to, uint16_t x) { memcpy(to, &x, sizeof x); }
+
+/* One stored row of k values: every byte random, but for what is a float. */
+static void random_row(int dtype, int64_t k, int mode, uint8_t *row) {
+    pkv_form f = pkv_form_of(dtype);
+    for (int64_t i = 0; i < k / f.unit; i++, row += f.block_nbytes) {
+        if (dtype == PKV_F32 || dtype == PKV_BF16) {
+            float x = rng_float(mode);
+            memcpy(row, (const uint8_t *)&x + 4 - f.block_nbytes, (size_t)f.block_nbytes); /* upper half: bfloat16 */
+            continue;
+        }
+        for (int32_t j = 0; j < f.block_nbytes; j++)
+            row[j] = (uint8_t)rng_next();
+        store_u16(row + (dtype == PKV_Q6_K ? 208 : 0), rng_half(mode));
+        if (f.has_min)
+            store_u16(row + 2, rng_half(mode));
+    }
+}
+
+/* A panel of random rows; about one column in 8 is absent. Rows and panel lie at the forbidden page. */
+static const uint8_t *place_panel(int dtype, int64_t k, int mode) {
+    pkv_form f = pkv_form_of(dtype);
+    int64_t row_nbytes = k / f.unit * f.block_nbytes, n = pkv_panel_nbytes(dtype, k) / 4;
+    uint8_t *stored = (uint8_t *)place(IN_C, PKV_PANEL * row_nbytes / 4), *panel = (uint8_t *)place(IN_B, n);
+    const uint8_t *rows[PKV_PANEL];
+    for (int64_t col = 0; col < PKV_PANEL; col++) {
+        random_row(dtype, k, mode, stored + col * row_nbytes);
+        rows[col] = rng_below(8) == 0 ? NULL : stored + col * row_nbytes;
+    }
+    memset(panel, 0, (size_t)n * 4);
+    pkv_pack_panel(dtype, rows, k, panel);
+    return panel;
+}
+
+static void check_expand_case(int dtype, const uint8_t *panel, int64_t k_0, int64_t n_k, int mode) {
+    int64_t n = n_k * PKV_PANEL;
+    CASE("%s k_0=%lld n_k=%lld mode=%d", DTYPE_NAMES[dtype], (long long)k_0, (long long)n_k, mode);
+    float *want = place(WANT, n);
+    scalar->expand(dtype, panel, k_0, n_k, want);
+    digest(want, n);
+    FOR_EACH_ISA(kernels) {
+        float *got = place(GOT, n);
+        kernels->expand(dtype, panel, k_0, n_k, got);
+        check_arrays(got, want, n);
+    }
+}
+
+/* Every legal part of a panel of each type. */
+static void check_expand(void) {
+    for (int dtype = 0; dtype < PKV_N_DTYPES; dtype++) {
+        pkv_form f = pkv_form_of(dtype);
+        int64_t k = f.is_k ? 512 : f.unit == 1 ? 7 : 128;
+        for (int mode = 0; mode < N_MODES; mode++) {
+            const uint8_t *panel = place_panel(dtype, k, mode);
+            for (int64_t k_0 = 0; k_0 <= k; k_0 += f.group)
+                for (int64_t n_k = 0; k_0 + n_k <= k; n_k += f.group) /* in the K types all of them only once */
+                    if (!f.is_k || mode == SPECIAL || n_k == f.group || k_0 + n_k == k)
+                        check_expand_case(dtype, panel, k_0, n_k, mode);
+        }
+    }
+}
+
+/* Straight from codes: scalar's bits, which are those of the expanded panel in the float32 matmul. */
+static void check_coded_case(int dtype, int64_t n_rows, int64_t n_cols, int64_t k, int mode) {
+    int64_t ldx = k + rng_gap(9), ldy = n_cols + rng_gap(9);
+    int64_t n_x = (n_rows - 1) * ldx + k, n_y = (n_rows - 1) * ldy + n_cols;
+    CASE("%s rows=%lld cols=%lld k=%lld ldx=%lld ldy=%lld mode=%d", DTYPE_NAMES[dtype], (long long)n_rows,
+         (long long)n_cols, (long long)k, (long long)ldx, (long long)ldy, mode);
+    const uint8_t *panel = place_panel(dtype, k, mode);
+    float *x = place_random(IN_A, n_x, mode), *before = place_random(IN_C, n_y, MODERATE);
+    float *want = place_copy(WANT, before, n_y), *values = place(IN_D, k * PKV_PANEL);
+    scalar->matmul_coded(dtype, x, ldx, n_rows, panel, k, want, ldy, n_cols);
+    digest(want, n_y);
+    scalar->expand(dtype, panel, 0, k, values);
+    float *got = place_copy(GOT, before, n_y);
+    scalar->matmul_f32(x, ldx, n_rows, values, k, got, ldy, n_cols, 0, values);
+    if (n_others) {
+        isa_now = 0;
+        check_arrays(got, want, n_y);
+    }
+    FOR_EACH_ISA(kernels) {
+        if (n_rows > kernels->coded_rows)
+            continue;
+        got = place_copy(GOT, before, n_y);
+        kernels->matmul_coded(dtype, x, ldx, n_rows, panel, k, got, ldy, n_cols);
+        check_arrays(got, want, n_y);
+        got = place_copy(GOT, before, n_y);
+        kernels->expand(dtype, panel, 0, k, values);
+        kernels->matmul_f32(x, ldx, n_rows, values, k, got, ldy, n_cols, 0, values);
+        check_arrays(got, want, n_y);
+    }
+}
+
+/* As many as the kernel table that takes most. */
+#define MOST_CODED_ROWS 8
+
+static void check_coded(void) {
+    static const int64_t k_units[] = {256, 512, 768}, k_groups[] = {32, 64, 96, 288, 576}, k_floats[] = {1, 2, 31, 300};
+    for (int dtype = 0; dtype < PKV_N_DTYPES; dtype++) {
+        pkv_form f = pkv_form_of(dtype);
+        for (int64_t n_cols = 1; n_cols <= PKV_PANEL; n_cols++)
+            for (int64_t n_rows = 1; n_rows <= (n_cols % 8 < 2 ? MOST_CODED_ROWS : 4); n_rows++) {
+                int64_t i = rng_below(8), k = f.is_k        ? k_units[i % COUNT(k_units)]
+                                              : f.unit == 1 ? k_floats[i % COUNT(k_floats)]
+                                                            : k_groups[i % COUNT(k_groups)];
+                if (f.is_k && (n_rows + n_cols) % 4 != 0)
+                    k = 256;
+                check_coded_case(dtype, n_rows, n_cols, k, (int)rng_below(N_MODES));
+            }
+    }
 }
 
 static void check_attn_scores(void) {
@@ -601,6 +727,8 @@ int main(void) {
         {"swiglu", check_swiglu},
         {"add", check_add},
         {"matmul_f32", check_matmul},
+        {"expand", check_expand},
+        {"matmul_coded", check_coded},
         {"attn_scores", check_attn_scores},
         {"attn_values", check_attn_values},
         {"attn_merge", check_attn_merge},
@@ -619,6 +747,10 @@ int main(void) {
             others[n_others++] = table;
         else
             printf("%-7s not on this CPU\n", table->isa);
+        if (table->coded_rows > MOST_CODED_ROWS) {
+            fprintf(stderr, "kernels_check: MOST_CODED_ROWS is below the %s table's\n", table->isa);
+            return 2;
+        }
     }
     uint64_t saved = pkv_fpenv_enter();
     for (int i = 0; i < COUNT(ops); i++) {

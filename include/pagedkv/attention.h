@@ -56,7 +56,8 @@ typedef struct pkv_attn_item {
     int64_t kv_head, n_kv_heads;
     int64_t chunk, n_chunks;
     int64_t members; /* first of n_rows entries of the plan's members; -1: rows of the segment itself */
-    int64_t partial; /* where the rows' states go; -1: the item ends in the output itself */
+    int64_t partial; /* floats between the slots of two KV heads, for states that go to the partials and are
+                      * joined later; -1: the item ends in the output itself */
 } pkv_attn_item;
 
 /* The cut of a step's attention: run items in any order, then join items, which merge the states of one tile.
@@ -185,8 +186,8 @@ static inline int64_t pkv_attn_scratch_len(const pkv_attn_shape *shape) {
 }
 
 /* Where the state of (row, KV head, chunk) of a segment lies in the partials. */
-static inline int64_t pkv_attn_slot(const pkv_attn_plan *plan, const pkv_attn_shape *shape, int64_t segment, int64_t row,
-                                    int64_t kv_head, int64_t chunk) {
+static inline int64_t pkv_attn_slot(const pkv_attn_plan *plan, const pkv_attn_shape *shape, int64_t segment,
+                                    int64_t row, int64_t kv_head, int64_t chunk) {
     const pkv_attn_segment *s = &plan->segments[segment];
     int64_t n_chunks = pkv_chunks_for(pkv_attn_row_visible(s, s->n_rows - 1));
     return plan->partials[segment] +
@@ -208,8 +209,9 @@ static inline void pkv_attn_run(const pkv_kernels *kernels, const pkv_attn_shape
             int64_t row = item->members < 0 ? item->row + done + r : 0;
             tile.q[r] = q + (plan->segments[id].row + row) * ldq;
             tile.visible[r] = pkv_attn_row_visible(&plan->segments[id], row);
-            tile.state[r] = item->partial < 0 ? states + r * item->n_kv_heads * state_len
-                                              : partials + pkv_attn_slot(plan, shape, id, row, item->kv_head, item->chunk);
+            tile.state[r] = states + r * item->n_kv_heads * state_len;
+            if (item->partial >= 0)
+                tile.state[r] = partials + pkv_attn_slot(plan, shape, id, row, item->kv_head, item->chunk);
         }
         if (item->partial >= 0) { /* one chunk after the other, each to its own slot */
             tile.head_stride = item->partial;
@@ -330,7 +332,7 @@ static inline int pkv_attn_share(pkv_attn_plan *plan, const pkv_attn_shape *shap
                 n_shared[plan->members[j]] = chunk + 1;
             for (int64_t h = 0; h < shape->n_kv_heads; h++)
                 if (!pkv_attn_add(&plan->run, &plan->n_run, &plan->run_cap,
-                                  (pkv_attn_item){i, 0, n, h, 1, chunk, 1, begin, 1}))
+                                  (pkv_attn_item){i, 0, n, h, 1, chunk, 1, begin, 0}))
                     return 0;
         }
     }
@@ -370,7 +372,6 @@ static inline int pkv_attn_make_plan(pkv_attn_plan *plan, const pkv_attn_shape *
             int64_t rows = pkv_min(PKV_ATTN_TILE_ROWS, segment->n_rows - row);
             int64_t n_chunks = pkv_chunks_for(pkv_attn_row_visible(segment, row + rows - 1));
             for (int64_t kv_head = 0; kv_head < shape->n_kv_heads; kv_head += heads) {
-                /* Between the slots of two KV heads lie those of all chunks. */
                 pkv_attn_item item = {i,  row, rows, kv_head, heads, n_shared[i], n_chunks - n_shared[i],
                                       -1, by_slots ? all_chunks * state_len : -1};
                 int64_t each = by_slots && cut_chunks ? 1 : item.n_chunks;

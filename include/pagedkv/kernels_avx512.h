@@ -306,8 +306,8 @@ PKV_INLINE_AVX512 void pkv_values_row_avx512(int dtype, const uint8_t *group, in
     pkv_form f = pkv_form_of(dtype);
     const uint8_t *low = group + pkv_scales_nbytes(f) + i * pkv_low_nbytes(f);
     if (f.has_scale) {
-        pkv_codes_avx512(dtype, low, group + pkv_scales_nbytes(f) + f.group * pkv_low_nbytes(f) + i * pkv_high_nbytes(f),
-                         w);
+        const uint8_t *high = group + pkv_scales_nbytes(f) + f.group * pkv_low_nbytes(f) + i * pkv_high_nbytes(f);
+        pkv_codes_avx512(dtype, low, high, w);
         for (int r = 0; r < 2; r++)
             w[r] = f.has_min ? _mm512_fmadd_ps(scale[r], w[r], minimum[r]) : _mm512_mul_ps(scale[r], w[r]);
         return;
@@ -369,33 +369,19 @@ PKV_INLINE_AVX512 void pkv_coded_of_avx512(int dtype, const int R, const float *
     }
 }
 
-/* A case for each type, so that every branch on it is decided by the compiler. */
-#define PKV_EACH_DTYPE_AVX512(CASE)                                                                            \
-    CASE(PKV_F32)                                                                                              \
-    CASE(PKV_F16)                                                                                              \
-    CASE(PKV_BF16)                                                                                             \
-    CASE(PKV_Q8_0)                                                                                             \
-    CASE(PKV_Q4_0)                                                                                             \
-    CASE(PKV_Q4_1)                                                                                             \
-    CASE(PKV_Q5_0)                                                                                             \
-    CASE(PKV_Q5_1)                                                                                             \
-    CASE(PKV_Q4_K)                                                                                             \
-    CASE(PKV_Q5_K)                                                                                             \
-    CASE(PKV_Q6_K)
-
 static void pkv_expand_avx512(int dtype, const uint8_t *panel, int64_t k_0, int64_t n_k, float *out) {
 #define PKV_CASE(D)                                                                                            \
     case D:                                                                                                    \
         pkv_expand_of_avx512(D, panel, k_0, n_k, out);                                                         \
         return;
-    switch (dtype) { PKV_EACH_DTYPE_AVX512(PKV_CASE) }
+    switch (dtype) { PKV_EACH_DTYPE(PKV_CASE) }
 #undef PKV_CASE
 }
 
 #define PKV_CODED_ROWS(R)                                                                                      \
     static void pkv_coded_##R##rows_avx512(int dtype, const float *x, int64_t ldx, const uint8_t *panel,       \
                                            int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {               \
-        switch (dtype) { PKV_EACH_DTYPE_AVX512(PKV_CASE_##R) }                                                 \
+        switch (dtype) { PKV_EACH_DTYPE(PKV_CASE_##R) }                                                        \
     }
 #define PKV_CASE_R(D, R)                                                                                       \
     case D:                                                                                                    \
@@ -427,7 +413,6 @@ PKV_CODED_ROWS(8)
 #undef PKV_CASE_8
 #undef PKV_CASE_R
 #undef PKV_CODED_ROWS
-#undef PKV_EACH_DTYPE_AVX512
 
 static void pkv_matmul_coded_avx512(int dtype, const float *x, int64_t ldx, int64_t n_rows, const uint8_t *panel,
                                     int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {
@@ -501,7 +486,7 @@ static void pkv_attn_scores_f32_avx512(const float *q, int64_t n_q, const float 
                                                     const float *next) {                                       \
         __m512 a[H][4];                                                                                        \
         _Pragma("GCC unroll 4") for (int h = 0; h < H; h++)                                                    \
-            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)                                                                        \
+            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)                                                \
                 a[h][i] = _mm512_loadu_ps(acc + h * head_dim + 16 * i);                                        \
         for (int64_t t = 0; t < n_k; t++) {                                                                    \
             const float *v_t = v + t * ldv;                                                                    \
@@ -518,7 +503,7 @@ static void pkv_attn_scores_f32_avx512(const float *q, int64_t n_q, const float 
             }                                                                                                  \
         }                                                                                                      \
         _Pragma("GCC unroll 4") for (int h = 0; h < H; h++)                                                    \
-            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)                                                                        \
+            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)                                                \
                 _mm512_storeu_ps(acc + h * head_dim + 16 * i, a[h][i]);                                        \
     }
 PKV_VALUES_HEADS(1)

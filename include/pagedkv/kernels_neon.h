@@ -201,32 +201,155 @@ PKV_MATMUL_ROWS(2)
 PKV_MATMUL_ROWS(3)
 #undef PKV_MATMUL_ROWS
 
-static void pkv_matmul_f32_neon(const float *x, int64_t ldx, int64_t n_rows, const float *panels,
-                                int64_t panel_stride, int64_t n_k, float *y, int64_t ldy, int64_t n_cols,
-                                int accumulate) {
+static void pkv_matmul_f32_neon(const float *x, int64_t ldx, int64_t n_rows, const float *panel, int64_t n_k,
+                                float *y, int64_t ldy, int64_t n_cols, int accumulate, const float *next) {
+    (void)next;
     typedef void (*rows_fn)(const float *, int64_t, const float *, int64_t, float *, int64_t, int);
     static const rows_fn by_rows[PKV_MAX_ROWS_NEON] = {pkv_matmul_1rows_neon, pkv_matmul_2rows_neon,
                                                        pkv_matmul_3rows_neon};
     /* Equal tiles: 4 rows run as 2 and 2, since a tile of one row has too few chains for four FMA pipes. */
     int64_t n_tiles = (n_rows + PKV_MAX_ROWS_NEON - 1) / PKV_MAX_ROWS_NEON;
-    for (int64_t j = 0; j < n_cols; j += PKV_PANEL, panels += panel_stride) {
-        int64_t width = n_cols - j < PKV_PANEL ? n_cols - j : PKV_PANEL;
-        for (int64_t tile = 0; tile < n_tiles; tile++) {
-            int64_t m = n_rows * tile / n_tiles, rows = n_rows * (tile + 1) / n_tiles - m;
-            const float *x_m = x + m * ldx;
-            float *y_m = y + m * ldy + j;
-            if (width == PKV_PANEL) {
-                by_rows[rows - 1](x_m, ldx, panels, n_k, y_m, ldy, accumulate);
-                continue;
-            }
-            /* A narrow last panel goes through a copy of full width. */
-            float wide[PKV_MAX_ROWS_NEON][PKV_PANEL] = {{0}};
-            for (int64_t r = 0; accumulate && r < rows; r++)
-                memcpy(wide[r], y_m + r * ldy, (size_t)width * sizeof *y);
-            by_rows[rows - 1](x_m, ldx, panels, n_k, wide[0], PKV_PANEL, accumulate);
-            for (int64_t r = 0; r < rows; r++)
-                memcpy(y_m + r * ldy, wide[r], (size_t)width * sizeof *y);
+    for (int64_t tile = 0; tile < n_tiles; tile++) {
+        int64_t m = n_rows * tile / n_tiles, rows = n_rows * (tile + 1) / n_tiles - m;
+        const float *x_m = x + m * ldx;
+        float *y_m = y + m * ldy;
+        if (n_cols == PKV_PANEL) {
+            by_rows[rows - 1](x_m, ldx, panel, n_k, y_m, ldy, accumulate);
+            continue;
         }
+        /* A narrow last panel goes through a copy of full width. */
+        float wide[PKV_MAX_ROWS_NEON][PKV_PANEL] = {{0}};
+        for (int64_t r = 0; accumulate && r < rows; r++)
+            memcpy(wide[r], y_m + r * ldy, (size_t)n_cols * sizeof *y);
+        by_rows[rows - 1](x_m, ldx, panel, n_k, wide[0], PKV_PANEL, accumulate);
+        for (int64_t r = 0; r < rows; r++)
+            memcpy(y_m + r * ldy, wide[r], (size_t)n_cols * sizeof *y);
+    }
+}
+
+/* ---- Coded weights: eight registers of a row of 32 become the float32 values they stand for ---- */
+
+#define PKV_INLINE_NEON static inline __attribute__((always_inline))
+
+static inline float32x4_t pkv_load_f16_neon(const uint8_t *p) {
+    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
+}
+
+/* 16 bytes to 16 floats. */
+PKV_INLINE_NEON void pkv_i8_to_f32_neon(int8x16_t bytes, float32x4_t *to) {
+    int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
+    to[0] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(low)));
+    to[1] = vcvtq_f32_s32(vmovl_s16(vget_high_s16(low)));
+    to[2] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(high)));
+    to[3] = vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)));
+}
+
+/* Scales and minima of a group, eight registers each, zeros for the float types; dtype is a constant where this is
+ * inlined. */
+PKV_INLINE_NEON void pkv_scales_neon(int dtype, const uint8_t *unit, const uint8_t *group, float32x4_t *scale,
+                                     float32x4_t *minimum) {
+    pkv_form f = pkv_form_of(dtype);
+    const uint8_t *halves = f.is_k ? unit : group;
+    _Pragma("GCC unroll 8") for (int c = 0; c < 8; c++) {
+        scale[c] = f.has_scale ? pkv_load_f16_neon(halves + 8 * c) : vdupq_n_f32(0.0f);
+        minimum[c] = f.has_min ? pkv_load_f16_neon(halves + 2 * PKV_PANEL + 8 * c) : vdupq_n_f32(0.0f);
+    }
+    if (!f.is_k)
+        return;
+    float32x4_t factor[8]; /* those of Q4_K and Q5_K have six bits: the sign is no matter */
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
+        pkv_i8_to_f32_neon(vreinterpretq_s8_u8(vld1q_u8(group + 16 * i)), factor + 4 * i);
+    _Pragma("GCC unroll 8") for (int c = 0; c < 8; c++) scale[c] = vmulq_f32(scale[c], factor[c]);
+    if (!f.has_min)
+        return;
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
+        pkv_i8_to_f32_neon(vreinterpretq_s8_u8(vld1q_u8(group + PKV_PANEL + 16 * i)), factor + 4 * i);
+    _Pragma("GCC unroll 8") for (int c = 0; c < 8; c++) minimum[c] = vnegq_f32(vmulq_f32(minimum[c], factor[c]));
+}
+
+/* Codes of one row, less the bias, as floats. */
+PKV_INLINE_NEON void pkv_codes_neon(int dtype, const uint8_t *low, const uint8_t *high, float32x4_t *code) {
+    pkv_form f = pkv_form_of(dtype);
+    uint8x16_t bytes[2]; /* columns [0, 16) and [16, 32) */
+    bytes[0] = vld1q_u8(low);
+    if (f.low_bits == 8) {
+        bytes[1] = vld1q_u8(low + 16);
+    } else {
+        bytes[1] = vshrq_n_u8(bytes[0], 4);
+        bytes[0] = vandq_u8(bytes[0], vdupq_n_u8(15));
+    }
+    if (f.high_bits == 1) { /* a column's byte of the bits, its bit of that byte */
+        const uint8x8_t place = vcreate_u8(0x8040201008040201u);
+        _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) {
+            uint8x16_t spread = vcombine_u8(vld1_dup_u8(high + 2 * i), vld1_dup_u8(high + 2 * i + 1));
+            uint8x16_t is_set = vtstq_u8(spread, vcombine_u8(place, place));
+            bytes[i] = vorrq_u8(bytes[i], vandq_u8(is_set, vdupq_n_u8(16)));
+        }
+    } else if (f.high_bits == 2) { /* each 8 columns take the same 8 bytes, shifted their own way to bit 4 */
+        const uint8x8_t bits = vld1_u8(high);
+        const uint8x16_t fifth_sixth = vdupq_n_u8(0x30);
+        uint8x16_t upper_0 = vcombine_u8(vshl_n_u8(bits, 4), vshl_n_u8(bits, 2));
+        uint8x16_t upper_1 = vcombine_u8(bits, vshr_n_u8(bits, 2));
+        bytes[0] = vorrq_u8(bytes[0], vandq_u8(upper_0, fifth_sixth));
+        bytes[1] = vorrq_u8(bytes[1], vandq_u8(upper_1, fifth_sixth));
+    }
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
+        pkv_i8_to_f32_neon(vreinterpretq_s8_u8(vsubq_u8(bytes[i], vdupq_n_u8((uint8_t)f.bias))), code + 4 * i);
+}
+
+/* Values of row i of a group. */
+PKV_INLINE_NEON void pkv_values_row_neon(int dtype, const uint8_t *group, int64_t i, const float32x4_t *scale,
+                                         const float32x4_t *minimum, float32x4_t *w) {
+    pkv_form f = pkv_form_of(dtype);
+    const uint8_t *low = group + pkv_scales_nbytes(f) + i * pkv_low_nbytes(f);
+    const uint8_t *high = group + pkv_scales_nbytes(f) + f.group * pkv_low_nbytes(f) + i * pkv_high_nbytes(f);
+    if (f.has_scale)
+        pkv_codes_neon(dtype, low, high, w);
+    _Pragma("GCC unroll 8") for (int c = 0; c < 8; c++) {
+        if (f.has_scale)
+            w[c] = f.has_min ? vfmaq_f32(minimum[c], scale[c], w[c]) : vmulq_f32(scale[c], w[c]);
+        else if (dtype == PKV_F32)
+            w[c] = vreinterpretq_f32_u8(vld1q_u8(low + 16 * c));
+        else if (dtype == PKV_F16)
+            w[c] = pkv_load_f16_neon(low + 8 * c);
+        else
+            w[c] = vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(low + 8 * c)), 16));
+    }
+}
+
+/* Expand, for a constant dtype. */
+PKV_INLINE_NEON void pkv_expand_of_neon(int dtype, const uint8_t *panel, int64_t k_0, int64_t n_k, float *out) {
+    pkv_form f = pkv_form_of(dtype);
+    for (int64_t k = k_0; k < k_0 + n_k; k += f.group) {
+        const uint8_t *unit, *group = pkv_group_at(f, panel, k, &unit);
+        float32x4_t scale[8], minimum[8], w[8];
+        pkv_scales_neon(dtype, unit, group, scale, minimum);
+        for (int64_t i = 0; i < f.group; i++, out += PKV_PANEL) {
+            pkv_values_row_neon(dtype, group, i, scale, minimum, w);
+            _Pragma("GCC unroll 8") for (int c = 0; c < 8; c++) vst1q_f32(out + 4 * c, w[c]);
+        }
+    }
+}
+
+static void pkv_expand_neon(int dtype, const uint8_t *panel, int64_t k_0, int64_t n_k, float *out) {
+#define PKV_CASE(D)                                                                                            \
+    case D:                                                                                                    \
+        pkv_expand_of_neon(D, panel, k_0, n_k, out);                                                           \
+        return;
+    switch (dtype) { PKV_EACH_DTYPE(PKV_CASE) }
+#undef PKV_CASE
+}
+
+/* Values of k that a coded matmul expands at once: 8 KiB, well inside L1. */
+#define PKV_CODED_K_NEON 64
+
+static void pkv_matmul_coded_neon(int dtype, const float *x, int64_t ldx, int64_t n_rows, const uint8_t *panel,
+                                  int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {
+    float values[PKV_CODED_K_NEON * PKV_PANEL] __attribute__((aligned(64)));
+    for (int64_t k = 0; k < n_k; k += PKV_CODED_K_NEON) {
+        int64_t n = pkv_min(PKV_CODED_K_NEON, n_k - k);
+        pkv_expand_neon(dtype, panel, k, n, values);
+        pkv_matmul_f32_neon(x + k, ldx, n_rows, values, n, y, ldy, n_cols, k > 0, values);
     }
 }
 

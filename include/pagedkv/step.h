@@ -226,7 +226,8 @@ static inline void pkv_step_attend(const pkv_step *s, int64_t layer, int64_t ite
 }
 
 static inline void pkv_step_join(const pkv_step *s, int64_t item) {
-    pkv_attn_join(s->kernels, &s->model->attn, &s->plan, &s->plan.join[item], s->attn, pkv_q_dim(s->model), s->partials);
+    const pkv_model *m = s->model;
+    pkv_attn_join(s->kernels, &m->attn, &s->plan, &s->plan.join[item], s->attn, pkv_q_dim(m), s->partials);
 }
 
 /* One group of panels of a projection back into the residual stream: x += in W^T. */

@@ -308,6 +308,7 @@ static inline void pkv_pack_panel(int dtype, const uint8_t *const *rows, int64_t
             uint8_t *low = group + pkv_scales_nbytes(f) + i % f.group * pkv_low_nbytes(f);
             uint8_t *high = group + pkv_scales_nbytes(f) + f.group * pkv_low_nbytes(f);
             high += i % f.group * pkv_high_nbytes(f);
+            memset(high, 0, (size_t)pkv_high_nbytes(f));
             if (f.low_bits == 8) {
                 for (int64_t col = 0; col < PKV_PANEL; col++)
                     low[col] = codes[col][i];
