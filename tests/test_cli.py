@@ -1,0 +1,598 @@
+"""The command on a tiny model with a byte-level tokenizer: in this process where it can be, else as a user runs it."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from promise_rows import REAL_MODEL, child_env, real_model
+from test_tokenizer import ALPHABET
+from tiny import tiny_config, tiny_tensors, write_gguf, write_hf
+
+import pagedkv as pk
+from pagedkv import cli
+from pagedkv.tokenizer import Tokenizer
+
+CHILD_SECONDS = 120  # only ends a hang
+END, BEGIN, USER = 256, 257, 258
+TOKENS = [*ALPHABET, "<end>", "<beg>", "<user>", "Hi"]
+METADATA = {f"tokenizer.ggml.{key}": value for key, value in {
+    "model": "gpt2", "pre": "gpt-2", "tokens": TOKENS, "merges": ["H i"], "token_type": [1] * 256 + [3] * 3 + [1],
+    "eos_token_id": END, "bos_token_id": BEGIN,
+}.items()} | {"tokenizer.chat_template": "{% for m in messages %}<user>{{ m.content }}<end>{% endfor %}"}  # fmt: skip
+CONFIG = tiny_config(vocab_size=len(TOKENS), context_len=3000, bos_token_id=BEGIN, eos_token_ids=(END,),
+                     tied_embeddings=False)  # fmt: skip
+
+
+def text_tensors():
+    """Weights that say small letters, spaces and the end token more than others, whose logits are about 0."""
+    tensors = tiny_tensors(CONFIG)
+    likely = [*range(ord("a"), ord("z") + 1), ord(" "), END]
+    tensors["lm_head.weight"][np.setdiff1d(np.arange(len(TOKENS)), likely)] *= np.float32(1e-3)
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_gguf(path, CONFIG, text_tensors(), metadata=METADATA)
+    return path
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hf") / "tiny"
+    write_hf(path, CONFIG, text_tensors())
+    Tokenizer.from_gguf_metadata(METADATA)._backend.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture
+def run(capsys, threads):
+    """Function that runs the command here: (status, standard output, standard error)."""
+
+    def call(*args):
+        status = cli.main([str(arg) for arg in args])
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def command(*args):
+    return [sys.executable, "-m", "pagedkv", *map(str, args)]
+
+
+def child(*args, shell="", env=(), entry=command, **options):
+    """Run the command as a process; `shell` is redirections such as ``>&-``. `env` may unset with None."""
+    variables = child_env() | {"PYTHONUNBUFFERED": None} | dict(env)  # unbuffered, no write could fail late
+    variables = {name: value for name, value in variables.items() if value is not None}
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE} | options
+    return subprocess.run(["sh", "-c", f'exec "$@" {shell}', "sh", *entry(*args)], env=variables, text=True,
+                          stderr=subprocess.PIPE, timeout=CHILD_SECONDS, **options)  # fmt: skip
+
+
+def refusal(done):
+    """The one sentence of a process that refused, after checks that hold for all of them."""
+    assert done.returncode == 2, done
+    assert re.fullmatch(r"pagedkv: error: [^\n]+\n", done.stderr), done.stderr
+    return done.stderr.removeprefix("pagedkv: error: ")
+
+
+def feed(monkeypatch, data):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+def script(monkeypatch, *texts, stops=True):
+    """Have samples say these bytes, a token a step, then end; whatever the model."""
+
+    def scripted(model, pool, ids, n, max_tokens, sampling, stop_ids):
+        sampling.choose(np.zeros(3, np.float32), 0, 0)
+        streams = [[*text, END] if stops else [*text] for text in texts]
+        for at in range(max(map(len, streams))):
+            yield [(i, tokens[at], at == len(tokens) - 1) for i, tokens in enumerate(streams) if at < len(tokens)]
+
+    monkeypatch.setattr("pagedkv.generate.generate", scripted)
+
+
+# ---- generate -----------------------------------------------------------------------------------
+
+STATISTICS = re.compile(
+    r"\[(\d+) tokens? in (\d+) samples?, (?:[\d.]+ tokens/s|no token decoded after the prompt's) on \d+ threads?; "
+    r"(?:none|\d+) ended by (?:itself|themselves); prompt of (\d+) tokens? in [\d.]+ s; "
+    r"(\d+) blocks? used, (\d+) saved by sharing\]\n"
+)
+
+
+def samples_of(output):
+    """Texts by sample, and the last line."""
+    text, last = re.fullmatch(r"(.*\n)(\[[^\n]*\]\n)", output, re.S).groups()
+    parts = re.split(r"--- sample \d+ of \d+ ---\n", text)
+    return parts[1:] or parts, last
+
+
+@pytest.mark.parametrize("form", ["gguf", "directory"])
+def test_generate(run, request, form):
+    model = request.getfixturevalue(form)
+    status, output, errors = run("generate", "-n", 3, "--max-tokens", 40, "--model", model, "Hi there, you two")
+    assert (status, errors) == (0, "")
+    texts, last = samples_of(output)
+    assert len(texts) == 3 and len(set(texts)) == 3
+    assert output.startswith("--- sample 1 of 3 ---\n") and "--- sample 3 of 3 ---\n" in output
+    n_tokens, n, n_prompt, used, saved = map(int, STATISTICS.fullmatch(last).groups())
+    assert n == 3 and n_tokens <= 120 and n_prompt == 16 and 4 <= used <= 1 + 3 * 3
+    # Each sample shares the prompt's block, as long as it lives.
+    assert 1 <= saved <= 2
+
+
+def test_the_text_is_that_of_the_library(run, gguf):
+    """The tokens of generate(), decoded."""
+    model = pk.LlamaModel.load(gguf)
+    tokenizer, sampling = model.tokenizer, pk.Sampling(0.8, 0, 0.95, 5)
+    ids, want = tokenizer.encode("Hi"), [[], []]
+    for events in pk.generate.generate(model, model.new_pool(n_tokens=200), ids, 2, 30, sampling, {END}):
+        for sample, token, _ in events:
+            want[sample].append(token)
+    texts, _ = samples_of(run("generate", "-n", 2, "--max-tokens", 30, "--seed", 5, "--model", gguf, "Hi")[1])
+    decoded = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in want]
+    assert [text.removesuffix("\n") for text in texts] == [text.removesuffix("\ufffd") for text in decoded]
+
+
+def test_same_seed_same_text(run, gguf):
+    def texts(n, seed):
+        return samples_of(run("generate", "-n", n, "--max-tokens", 20, "--seed", seed, "--model", gguf, "Hi")[1])[0]
+
+    eight = texts(8, 3)
+    assert texts(8, 3) == eight and texts(2, 3) == eight[:2] and texts(1, 3) == eight[:1]
+    assert len(set(eight)) == 8 and texts(8, 4) != eight
+
+
+def test_quiet_is_only_text(run, gguf):
+    args = ("--max-tokens", 12, "--model", gguf, "Hi")
+    (text,), _ = samples_of(run("generate", *args)[1])
+    assert run("generate", "--quiet", *args) == (0, text, "")
+    texts, _ = samples_of(run("generate", "-n", 2, *args)[1])
+    want = f"--- sample 1 of 2 ---\n{texts[0]}--- sample 2 of 2 ---\n{texts[1]}"
+    assert run("generate", "--quiet", "-n", 2, *args) == (0, want, "")
+
+
+def test_statistics_in_the_singular(run, gguf, monkeypatch):
+    *_, last = run("generate", "--max-tokens", 1, "--threads", 1, "--model", gguf, "i")[1].splitlines()
+    assert re.fullmatch(r"\[1 token in 1 sample, no token decoded after the prompt's on 1 thread; none ended by "
+                        r"itself; prompt of 1 token in \d+\.\d\d s; 1 block used, 0 saved by sharing\]", last)
+    script(monkeypatch, b"ab")
+    assert "; 1 ended by itself;" in run("generate", "--model", gguf, "i")[1]
+    script(monkeypatch, b"ab", b"c", b"d")
+    assert "; 3 ended by themselves;" in run("generate", "-n", 3, "--model", gguf, "i")[1]
+    script(monkeypatch, b"ab", stops=False)
+    assert "; none ended by itself;" in run("generate", "--model", gguf, "i")[1]
+
+
+def test_the_first_sampling_is_not_the_prompts_time(run, gguf, monkeypatch):
+    choose, calls = pk.Sampling.choose, []
+
+    def slow(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            time.sleep(0.3)
+        return choose(*args)
+
+    monkeypatch.setattr(pk.Sampling, "choose", slow)
+    last = run("generate", "--max-tokens", 3, "--model", gguf, "Hi")[1]
+    assert float(re.search(r"prompt of 1 token in (\S+) s", last)[1]) < 0.25
+    if len(calls) == 3:
+        assert float(re.search(r"(\S+) tokens/s", last)[1]) > 2 / 0.25
+
+
+def test_peak_of_blocks_though_samples_end_early(run, gguf, monkeypatch):
+    """The second of two samples ends long before the first."""
+    prompt = "x" * 20
+
+    def choose(self, logits, sample, position):
+        if sample == 1 and position == 25:
+            return END
+        return 97 if position < 60 or sample else END
+
+    monkeypatch.setattr(pk.Sampling, "choose", choose)
+    last = run("generate", "-n", 2, "--max-tokens", 50, "--model", gguf, prompt)[1]
+    # The first alone has rows 0 to 59 in the end. Together they had one block each and one that they shared: without
+    # sharing four too, so the pool could not have been smaller.
+    assert "4 blocks used, 0 saved" in last
+    monkeypatch.setattr(pk.Sampling, "choose", lambda *_: 97)
+    assert "7 blocks used, 1 saved" in run("generate", "-n", 2, "--max-tokens", 41, "--model", gguf, prompt)[1]
+    monkeypatch.setattr(pk.Sampling, "choose", lambda *_: END)
+    assert "2 blocks used, 6 saved" in run("generate", "-n", 4, "--max-tokens", 50, "--model", gguf, prompt)[1]
+
+
+def test_half_a_character_is_never_printed(run, gguf, monkeypatch):
+    texts = "né€😀", "😀 ok", "ü"
+    script(monkeypatch, *(text.encode() for text in texts))
+    pieces, write = [], cli._write
+    monkeypatch.setattr(cli, "_write", lambda text: (pieces.append(text), write(text)))
+    status, output, _ = run("generate", "-n", 3, "--quiet", "--model", gguf, "Hi")
+    assert status == 0
+    assert output == "".join(f"--- sample {i + 1} of 3 ---\n{text}\n" for i, text in enumerate(texts))
+    assert "".join(pieces) == output and "\ufffd" not in output
+    # A character that --max-tokens cuts is left out.
+    script(monkeypatch, "né€😀".encode()[:-1], stops=False)
+    assert run("generate", "--quiet", "--model", gguf, "Hi")[1] == "né€\n"
+
+
+def test_text_streams_as_it_comes(run, gguf, monkeypatch):
+    script(monkeypatch, b"abc", b"xy", b"12345")
+    pieces = []
+    monkeypatch.setattr(cli, "_write", pieces.append)
+    run("generate", "-n", 3, "--quiet", "--model", gguf, "Hi")
+    two, three = ("--- sample %d of 3 ---\n" % i for i in (2, 3))
+    # A step each: the first streams; when it ends, what the others have said meanwhile is shown.
+    assert pieces == ["--- sample 1 of 3 ---\na", "b", "c", f"\n{two}xy\n{three}1234", "5", "\n"]
+
+
+@pytest.mark.parametrize("data, prompt", [
+    (b"Hi\n", "Hi"), (b"Hi\r\n", "Hi"), (b"Hi", "Hi"), (b"Hi\n\n", "Hi\n"), (b" Hi \n", " Hi "), (b"\nHi", "\nHi"),
+    (b"Hi\r", "Hi\r"), ("né€\n".encode(), "né€"),
+])  # fmt: skip
+@pytest.mark.parametrize("dash", [[], ["-"]])
+def test_prompt_from_standard_input(run, gguf, monkeypatch, data, prompt, dash):
+    feed(monkeypatch, data)
+    encoded, encode = [], Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: (encoded.append(text), encode(self, text))[1])
+    assert run("generate", "--max-tokens", 1, "--model", gguf, *dash)[0] == 0
+    assert encoded == [prompt]
+
+
+def test_chat(run, gguf, directory, monkeypatch):
+    script(monkeypatch, b"ok")
+    # <user> H i ! <end> is 4 tokens with "Hi" merged.
+    assert "prompt of 4 tokens" in run("generate", "--chat", "--model", gguf, "Hi!")[1]
+    status, _, errors = run("generate", "--chat", "--model", directory, "Hi!")
+    assert status == 2 and errors.startswith("pagedkv: error: this model has no chat template; pass it plain text")
+
+
+def test_greedy_samples_are_the_same_and_said_so(run, gguf):
+    status, output, errors = run("generate", "-n", 2, "--temperature", 0, "--max-tokens", 9, "--model", gguf, "Hi")
+    texts, _ = samples_of(output)
+    assert status == 0 and texts[0] == texts[1] and errors == "pagedkv: at temperature 0 all samples are the same\n"
+
+
+def test_max_tokens_are_cut_at_the_context(run, gguf, monkeypatch):
+    asked = []
+    monkeypatch.setattr("pagedkv.generate.generate", lambda *args: (asked.append(args[4]), iter(()))[1])
+    monkeypatch.setattr(cli, "_Clocked", lambda sampling: type("Clocked", (), {"first_s": 0.0}))
+    _, _, errors = run("generate", "--max-tokens", 3000, "--model", gguf, "Hi!")
+    assert asked == [2998]
+    assert errors == ("pagedkv: --max-tokens 3000 is cut to 2998: the model's context holds 3,000 tokens, and the "
+                      "prompt takes 2\n")  # fmt: skip
+    assert run("generate", "--max-tokens", 2998, "--model", gguf, "Hi!")[2] == "" and asked[1:] == [2998]
+
+
+def test_an_extreme_temperature_does_not_warn(run, gguf):
+    status, _, errors = run("generate", "--temperature", "1e39", "--max-tokens", 2, "--model", gguf, "Hi")
+    assert (status, errors) == (0, "")
+
+
+# ---- Bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args, sentence", [
+    ([], r"the following arguments are required: COMMAND \(see pagedkv --help\)"),
+    (["frobnicate"], r"argument COMMAND: invalid choice: 'frobnicate' .*\(see pagedkv --help\)"),
+    (["generate", ""], "the prompt is empty"),
+    (["generate", "a", "b", "c"], r"the prompt must be one argument, but 'b' comes after 'a': put the whole prompt "
+     r"in quotes \(see pagedkv generate --help\)"),
+    (["generate", "a", "-n", "2", "b"], "the prompt must be one argument, but 'b' comes after 'a': .*"),
+    (["generate", "--frob", "a"], r"unrecognized arguments: --frob \(see pagedkv generate --help\)"),
+    (["info", "a", "b"], r"unrecognized arguments: b \(see pagedkv info --help\)"),
+    (["info"], r"the following arguments are required: model \(see pagedkv info --help\)"),
+    (["generate", "-n", "0", "a"], r"argument -n: must be from 1 to 2147483647, not 0 \(see pagedkv generate --help\)"),
+    (["generate", "-n", "-3", "a"], "argument -n: must be from 1 to .*"),
+    (["generate", "-n", "two", "a"], r"argument -n: invalid count value: 'two' \(see pagedkv generate --help\)"),
+    (["generate", "-n", "9" * 23, "a"], "argument -n: must be from 1 to 2147483647, not 9{23} .*"),
+    (["generate", "-n", "9" * 5000, "a"], "argument -n: invalid count value: .*"),
+    (["generate", "--max-tokens", "0", "a"], "argument --max-tokens: must be from 1 .*"),
+    (["generate", "--threads", "0", "a"], "argument --threads: must be from 1 .*"),
+    (["generate", "--threads", "9999", "a"], "num_threads must be from 1 to 4096, not 9999"),
+    (["generate", "--temperature", "-1", "a"], "temperature must be 0 or a positive number, not -1.0"),
+    (["generate", "--temperature", "nan", "a"], "temperature must be .*"),
+    (["generate", "--temperature", "warm", "a"], "argument --temperature: invalid float value: 'warm' .*"),
+    (["generate", "--top-p", "0", "a"], r"top_p must be in \(0, 1\], not 0.0"),
+    (["generate", "--top-k", "-1", "a"], "top_k must be 0 .*"),
+    (["generate", "--seed", "-1", "a"], r"seed must be in \[0, 2\*\*64\), not -1"),
+    (["generate", "a\udcffb"], "the prompt is not UTF-8: invalid start byte at byte 1"),
+    (["generate", "a\ud800b"], "the prompt holds a lone surrogate, which is no character"),
+    (["generate", "--model", "nowhere", "a"], "there is no file or directory 'nowhere', and no model of that name; .*"),
+    (["info", "HuggingFaceTB/SmolLM2-135M-Instruct"], ".*ids of the Hugging Face hub are not fetched.*"),
+    (["info", ""], "there is no file or directory '', .*"),
+    (["info", "a\udcff"], "there is no file or directory .*"),
+    (["info", "/dev/null"], "/dev/null is not a regular file"),
+])  # fmt: skip
+def test_bad_input_is_one_sentence(run, args, sentence):
+    status, output, errors = run(*args)
+    assert (status, output) == (2, "")
+    assert re.fullmatch(f"pagedkv: error: {sentence}\n", errors), errors
+
+
+def test_bad_standard_input(run, monkeypatch):
+    feed(monkeypatch, b"caf\xe9 au lait")
+    assert run("generate")[2] == "pagedkv: error: standard input is not UTF-8: invalid continuation byte at byte 3\n"
+    feed(monkeypatch, b"\n")
+    assert run("generate")[2] == "pagedkv: error: the prompt is empty\n"
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert "give a prompt as an argument or on standard input" in run("generate")[2]
+
+
+def test_a_prompt_longer_than_the_context(run, gguf):
+    status, _, errors = run("generate", "--model", gguf, "x" * 3000)
+    assert status == 2
+    assert errors == "pagedkv: error: the prompt has 3,000 tokens, the model's context holds 3,000\n"
+
+
+def test_errors_are_without_status_codes(run, gguf, monkeypatch):
+    def exhausted(*_):
+        raise pk.PoolExhausted("needs 7 blocks, 3 of 64 are free", (pk.PkvStatus.PKV_ERR_EXHAUST,))
+
+    monkeypatch.setattr("pagedkv.generate.generate", exhausted)
+    assert run("generate", "--model", gguf, "a")[2] == "pagedkv: error: needs 7 blocks, 3 of 64 are free\n"
+    for error, sentence in (
+        (MemoryError(), "not enough memory"),
+        (MemoryError("no memory for x"), "not enough memory: no memory for x"),
+        (PermissionError(13, "Permission denied", "/a/b"), "/a/b: Permission denied"),
+    ):
+        monkeypatch.setattr("pagedkv.generate.generate", lambda *_, error=error: (_ for _ in ()).throw(error))
+        status, _, errors = run("generate", "--model", gguf, "a")
+        assert (status, errors) == (2, f"pagedkv: error: {sentence}\n")
+
+
+def test_a_bug_is_not_hidden(gguf, monkeypatch):
+    monkeypatch.setattr("pagedkv.generate.generate", lambda *_: [].pop())
+    with pytest.raises(IndexError):
+        cli.main(["generate", "--model", str(gguf), "a"])
+
+
+def test_memory_is_asked_for_before_it_is_taken(run, gguf, monkeypatch):
+    monkeypatch.setattr(pk.LlamaModel, "from_file", None)  # refused before the weights are read
+    monkeypatch.setattr("pagedkv.model._available_nbytes", lambda: 20 * 10**9)
+    status, _, errors = run("generate", "-n", 300_000, "--max-tokens", 2000, "--model", gguf, "Hi")
+    assert status == 2  # 2 x 4 bytes x 2 layers x 32 x 16 tokens in each of 125 blocks
+    assert errors == ("pagedkv: error: -n 300000 with 2,001 tokens (prompt and --max-tokens) needs about 307 GB for "
+                      "the KV cache and 312 MB for logits, 20 GB are available\n")  # fmt: skip
+
+
+def test_memory_that_just_suffices(run, gguf, monkeypatch):
+    needed = 2 * 4 * 2 * 32 * 16 * 3 + 4 * 3 * len(TOKENS)  # three samples of one block
+    monkeypatch.setattr("pagedkv.model._available_nbytes", lambda: needed)
+    assert run("generate", "-n", 3, "--max-tokens", 9, "--model", gguf, "Hi")[0] == 0
+    monkeypatch.setattr("pagedkv.model._available_nbytes", lambda: needed - 1)
+    assert run("generate", "-n", 3, "--max-tokens", 9, "--model", gguf, "Hi")[0] == 2
+
+
+@pytest.mark.parametrize("nbytes, words", [
+    (999, "1.0 kB"), (46_080, "46 kB"), (538e6, "538 MB"), (1e9, "1.0 GB"), (9.96e9, "10 GB"), (999.6e9, "1.0 TB"),
+    (189e12, "189 TB"), (5e30, "5000000000 ZB"),
+])  # fmt: skip
+def test_sizes(nbytes, words):
+    assert cli._size(nbytes) == words
+
+
+def test_a_directory_with_only_a_gguf_file(run, gguf, tmp_path):
+    for name in ("a.gguf", "b.gguf"):
+        os.symlink(gguf, tmp_path / name)
+        errors = run("info", tmp_path)[2]
+        assert f"the directory {tmp_path} has no config.json; to use " in errors and str(tmp_path / "a.gguf") in errors
+    assert "one of its GGUF files, such as" in errors
+    (tmp_path / "empty").mkdir()
+    assert "it has no config.json" in run("info", tmp_path / "empty")[2]
+
+
+# ---- info, help, version ------------------------------------------------------------------------
+
+
+def rows_of(output):
+    return dict(re.split("  +", line, maxsplit=1) for line in output.splitlines())
+
+
+def test_info(run, gguf, directory):
+    status, output, errors = run("info", gguf)
+    rows = rows_of(output)
+    assert (status, errors) == (0, "") and rows["file"] == str(gguf)
+    assert rows["tokenizer"] == "gpt2, gpt-2" and rows["chat template"] == "yes"
+    assert rows["norm_eps"] == "1e-05" and rows["rope_theta"] == "10000" and rows["rope_scaling"] == "none"
+    assert rows["tied_embeddings"] == "no" and rows["eos_token_ids"] == "256" and rows["context_len"] == "3000"
+    assert not {"rope_factor", "rope_low_freq_factor", "rope_original_context_len", "rope_freq_factors"} & set(rows)
+    n_params = sum(w.size for w in text_tensors().values())
+    assert rows["parameters"] == f"{n_params:,}" and rows["weight types"] == f"f32 x {len(text_tensors())}"
+    assert rows["KV bytes a token"] == "512"
+    assert rows["memory needed"].startswith(f"{4 * n_params / 1e3:.0f} kB for the weights")
+    assert rows["memory needed"].endswith("0.5 kB for each token in the KV cache: 1.5 MB for a full context")
+    rows = rows_of(run("info", directory)[1])
+    assert rows["tokenizer"] == "tokenizer.json" and rows["chat template"] == "none"
+
+
+def test_info_of_a_model_without_a_tokenizer(run, tmp_path):
+    config = tiny_config(rope_scaling="linear", rope_factor=4.0)
+    write_gguf(tmp_path / "bare.gguf", config, tiny_tensors(config))
+    rows = rows_of(run("info", tmp_path / "bare.gguf")[1])
+    assert rows["tokenizer"] == rows["chat template"] == "none"
+    assert rows["rope_scaling"] == "linear" and rows["rope_factor"] == "4" and "rope_low_freq_factor" not in rows
+    assert "has no tokenizer" in run("generate", "--model", tmp_path / "bare.gguf", "a")[2]
+
+
+def test_info_of_llama3_scaling(run, tmp_path):
+    config = tiny_config(rope_scaling="llama3", rope_factor=8.0, rope_original_context_len=128)
+    path = write_hf(tmp_path / "hf", config, tiny_tensors(config))
+    rows = rows_of(run("info", path)[1])
+    assert [rows[f"rope_{name}"] for name in ("scaling", "factor", "low_freq_factor", "high_freq_factor",
+                                              "original_context_len")] == ["llama3", "8", "1", "4", "128"]  # fmt: skip
+    assert rows["tokenizer"] == rows["chat template"] == "none"
+    (path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    assert rows_of(run("info", path)[1])["chat template"] == "yes"
+    (path / "tokenizer_config.json").write_text("[]")
+    (path / "chat_template.jinja").write_text("x")
+    assert rows_of(run("info", path)[1])["chat template"] == "yes"
+    write_gguf(tmp_path / "a.gguf", config, tiny_tensors(config))  # stores the scaling as factors
+    assert re.fullmatch("8 values, 1 to 8", rows_of(run("info", tmp_path / "a.gguf")[1])["rope_freq_factors"])
+
+
+def test_warnings_are_one_line(run, tmp_path):
+    config = tiny_config()
+    write_gguf(tmp_path / "a.gguf", config, tiny_tensors(config), metadata={"llama.rope.freq_base": None})
+    status, _, errors = run("info", tmp_path / "a.gguf")
+    assert status == 0
+    assert errors == f"pagedkv: warning: {tmp_path}/a.gguf: llama.rope.freq_base is missing; 10000 is used\n"
+
+
+def test_help_and_version(run):
+    status, output, _ = run("--help")
+    assert status == 0 and "generate" in output and "info" in output
+    status, output, _ = run("generate", "--help")
+    assert status == 0 and "--max-tokens" in output and "--quiet" in output
+    assert run("--version") == (0, f"pagedkv {pk.__version__}\n", "")
+
+
+# ---- As a process -------------------------------------------------------------------------------
+
+
+def by_file(*args):
+    """The command's file alone, so that the package is first imported by main()."""
+    return [sys.executable, "-P", cli.__file__, *map(str, args)]
+
+
+def test_python_m_is_the_command(gguf, run):
+    args = ("generate", "--quiet", "-n", 2, "--max-tokens", 9, "--model", gguf, "Hi")
+    done = child(*args)
+    assert (done.returncode, done.stdout, done.stderr) == run(*args)
+
+
+@pytest.mark.parametrize("env, sentence", [
+    ({"PAGEDKV_NUM_THREADS": "abc"}, "PAGEDKV_NUM_THREADS must be an integer from 1 to 4096, not 'abc'"),
+    ({"PAGEDKV_ISA": "foo"}, "foo"),
+])  # fmt: skip
+def test_bad_environment(gguf, env, sentence):
+    assert sentence in refusal(child("info", gguf, env=env, entry=by_file))
+
+
+def test_no_home(gguf):
+    env = {"XDG_CACHE_HOME": None, "HOME": "", "PIP_NO_INDEX": "1"}
+    assert "neither XDG_CACHE_HOME nor HOME says where" in refusal(child("generate", "a", env=env))
+    assert child("info", gguf, env=env).returncode == 0
+
+
+def test_closed_streams(gguf):
+    assert refusal(child("generate", "--model", gguf, shell="<&-")) == (
+        "standard input is closed; give the prompt as an argument\n")  # fmt: skip
+    assert refusal(child("info", gguf, shell=">&-")) == "standard output is closed\n"
+    done = child("info", "nowhere", shell="2>&-")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("args", [("generate", "Hi", "--model"), ("info",), ("--help",), ("--version",)])
+def test_a_full_disk(gguf, args):
+    args = args if args[0].startswith("--") else (*args, gguf)
+    assert refusal(child(*args, shell=">/dev/full")) == "writing to standard output failed: No space left on device\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_for_errors():
+    assert child("info", "nowhere", shell="2>/dev/full").returncode == 2
+
+
+@pytest.mark.parametrize("args", [("generate", "Hi", "--model"), ("info",)])
+def test_a_reader_that_goes_away(gguf, args):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = child(*args, gguf, stdout=write_end)
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- Ctrl-C -------------------------------------------------------------------------------------
+
+
+def test_interrupted_generation_shows_what_there_is(run, gguf, monkeypatch):
+    def interrupted(*_):
+        yield [(0, 97, False), (1, 98, False), (2, 99, False)]
+        yield [(0, 100, False), (1, END, True), (2, 0xE2, False)]  # the last: the first byte of three
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pagedkv.generate.generate", interrupted)
+    status, output, errors = run("generate", "-n", 3, "--model", gguf, "Hi")
+    assert (status, errors) == (130, "pagedkv: interrupted\n")
+    assert output == "".join(f"--- sample {i} of 3 ---\n{text}\n" for i, text in ((1, "ad"), (2, "b"), (3, "c")))
+
+
+def test_interrupted_before_the_first_token(run, gguf, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr("pagedkv.generate.generate", interrupted)
+    assert run("generate", "-n", 3, "--model", gguf, "Hi") == (130, "", "pagedkv: interrupted\n")
+
+
+def test_interrupted_while_writing_repeats_nothing(run, gguf, monkeypatch):
+    script(monkeypatch, b"abcdef")
+    write, calls = cli._write, []
+
+    def interrupted(text):
+        write(text)
+        calls.append(text)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_write", interrupted)
+    assert run("generate", "--model", gguf, "Hi") == (130, "abc\n", "pagedkv: interrupted\n")
+
+
+def test_interrupted_during_the_imports(gguf, tmp_path):
+    (tmp_path / "tokenizers.py").write_text("raise KeyboardInterrupt\n")
+    path = os.pathsep.join((str(tmp_path), child_env()["PYTHONPATH"]))
+    done = child("info", gguf, env={"PYTHONPATH": path}, entry=by_file)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "pagedkv: interrupted\n")
+
+
+def test_a_real_interrupt(tmp_path):
+    """Ctrl-C in the middle of two long samples: the streaming one and the waiting one are shown, with no traceback."""
+    config = tiny_config(vocab_size=len(TOKENS), context_len=1_000_000, eos_token_ids=())
+    metadata = METADATA | {"tokenizer.ggml.eos_token_id": None}
+    write_gguf(tmp_path / "long.gguf", config, tiny_tensors(config), metadata=metadata)
+    args = ("generate", "-n", 2, "--max-tokens", 300_000, "--model", tmp_path / "long.gguf", "Hi")
+    process = subprocess.Popen(command(*args), env=child_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        head = process.stdout.read(400)  # it streams
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=CHILD_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130 and errors == b"pagedkv: interrupted\n"
+    text = (head + output).decode()
+    assert text.startswith("--- sample 1 of 2 ---\n")
+    first, second = text.removeprefix("--- sample 1 of 2 ---\n").split("--- sample 2 of 2 ---\n")
+    assert len(first) > 300 and len(second) > 100 and second.endswith("\n") and "tokens/s" not in second
+
+
+# ---- The real model -----------------------------------------------------------------------------
+
+
+def test_the_real_model(run, monkeypatch):
+    model = real_model()
+    monkeypatch.setattr(pk.LlamaModel, "from_file", lambda file: model)  # loaded already
+    prompt = "The capital of France is"
+    status, output, errors = run("generate", "--temperature", 0, "--max-tokens", 4, "--model", REAL_MODEL, prompt)
+    assert (status, errors) == (0, "") and output.startswith(" Paris.\n")
+    eight, _ = samples_of(run("generate", "-n", 8, "--max-tokens", 12, "--seed", 9, "A walk by the sea is")[1])
+    two, last = samples_of(run("generate", "-n", 2, "--max-tokens", 12, "--seed", 9, "A walk by the sea is")[1])
+    assert two == eight[:2] and len(set(eight)) == 8 and STATISTICS.fullmatch(last)
+    status, output, _ = run("generate", "--chat", "--quiet", "--temperature", 0, "--max-tokens", 30, "Say hello.")
+    assert status == 0 and output.strip()
+    rows = rows_of(run("info", REAL_MODEL)[1])
+    assert rows["norm_eps"] == "1e-05" and rows["tokenizer"] == "gpt2, smollm" and rows["chat template"] == "yes"
+    assert Path(rows["file"]).suffix == ".gguf" and "rope_factor" not in rows
