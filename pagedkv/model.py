@@ -2,6 +2,7 @@
 
 import operator
 import os
+from pathlib import Path
 
 import numpy as np
 
@@ -35,11 +36,27 @@ def _token_array(tokens):
     return np.ascontiguousarray(array, np.int64)
 
 
-def _available_nbytes():
+def _read_int(path):
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return 4 << 30
+        return int(Path(path).read_text())
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+
+
+def _available_nbytes():
+    """Bytes that this process may still take: what the system says, page cache included, within the cgroup's limit."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):  # not Linux
+        try:
+            available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        except (AttributeError, ValueError, OSError):
+            available = 4 << 30
+    limit, used = _read_int("/sys/fs/cgroup/memory.max"), _read_int("/sys/fs/cgroup/memory.current")
+    if limit is not None and used is not None:
+        available = min(available, max(0, limit - used))
+    return available
 
 
 def _n_panels(n):

@@ -300,13 +300,12 @@ static int decode(const pkv_kernels *kernels, int64_t block_size, int64_t n_toke
                 pkv_attn_segment segment = {{pool->k, pool->v, seqs[i]->block_table, 2 * block_size * head_dim,
                                              block_size * head_dim, head_dim, block_size}, 0, 1, t + 1, 1};
                 pkv_attn_plan plan = {0};
-                pkv_attn_item items[4];
-                pkv_attn_make_plan(&plan, &shape, &segment, 1, 1);
+                if (!pkv_attn_make_plan(&plan, &shape, &segment, 1, 1)) return 2;
                 if (plan.n_run > 4 || plan.n_join) return 5;
-                plan.run = plan.join = items;
-                pkv_attn_make_plan(&plan, &shape, &segment, 1, 1);
                 for (int64_t j = 0; j < plan.n_run; j++)
-                    pkv_attn_run(kernels, &shape, &items[j], layer, x, 3 * head_dim, out, 3 * head_dim, NULL, scratch);
+                    pkv_attn_run(kernels, &shape, &plan, &plan.run[j], layer, x, 3 * head_dim, out, 3 * head_dim, NULL,
+                                 scratch);
+                pkv_attn_free_plan(&plan);
                 for (int64_t d = 0; d < 3 * head_dim; d++) /* the mean of equal values */
                     if (!(out[d] > x[d % head_dim] * 0.999f && out[d] < x[d % head_dim] * 1.001f)) return 6;
             }
