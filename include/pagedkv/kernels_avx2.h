@@ -7,8 +7,12 @@
 
 #include "kernels_scalar.h"
 
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
+#endif
 
 /* Lane i is live where i < n; any n is allowed, so the upper half of 16 lanes asks with n - 8. */
 static inline __m256i pkv_tail_mask_avx2(int64_t n) {
@@ -559,6 +563,10 @@ static void pkv_attn_merge_f32_avx2(float *max, float *sum, float *acc, float ma
     }
 }
 
+#ifdef __clang__
+#pragma clang attribute pop
+#else
 #pragma GCC pop_options
+#endif
 
 #endif

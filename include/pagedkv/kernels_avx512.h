@@ -6,8 +6,12 @@
 
 #include "kernels_scalar.h"
 
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,fma,avx2"))), apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx512f,fma,avx2")
+#endif
 
 static inline __mmask16 pkv_tail_mask_avx512(int64_t n) { return (__mmask16)((1u << n) - 1); } /* n in [0, 16) */
 
@@ -552,6 +556,10 @@ static void pkv_attn_merge_f32_avx512(float *max, float *sum, float *acc, float 
     }
 }
 
+#ifdef __clang__
+#pragma clang attribute pop
+#else
 #pragma GCC pop_options
+#endif
 
 #endif
