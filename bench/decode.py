@@ -24,7 +24,13 @@ def run(path_or_name, effort, group):
     group : callable
         As for the kernels.
     """
-    model = pk.LlamaModel.load(path_or_name or DEFAULT_MODEL, weights="float32")
+    for weights in ("float32", "auto"):
+        run_weights(pk.LlamaModel.load(path_or_name or DEFAULT_MODEL, weights=weights), effort, group,
+                    "float32" if weights == "float32" else "as in file")
+
+
+def run_weights(model, effort, group, label):
+    """The rows of one model; `label` says how its weights are kept."""
     shapes = Shapes.of(model.config)
     rng = np.random.default_rng(6)
     n_prompt = effort.pick(128, 16)
@@ -38,7 +44,7 @@ def run(path_or_name, effort, group):
     model.step(list(zip(seqs, prompts)))
     for m in batches:
         with group() as add:
-            decode(model, shapes, seqs[:m], m * n_prompt, f"M={m} ctx={n_prompt}", n_steps, effort, add)
+            decode(model, shapes, seqs[:m], m * n_prompt, f"M={m} ctx={n_prompt}", n_steps, effort, add, label)
     del pool, seqs
 
     n_shared, m = effort.pick((1024, 32), (64, 4))
@@ -46,14 +52,14 @@ def run(path_or_name, effort, group):
     with model.new_sequence(pool, n_shared + n_steps + 24) as first, group() as add:
         model.prefill(rng.integers(0, shapes.vocab_size, n_shared), first)
         forks = [first.fork() for _ in range(m)]
-        decode(model, shapes, forks, n_shared, f"M={m} ctx={n_shared} shared", n_steps, effort, add)
+        decode(model, shapes, forks, n_shared, f"M={m} ctx={n_shared} shared", n_steps, effort, add, label)
     del pool, forks
 
     with group() as add:
-        prefill(model, shapes, effort.pick(512, 48), effort, add)
+        prefill(model, shapes, effort.pick(512, 48), effort, add, label)
 
 
-def decode(model, shapes, seqs, n_positions, shape, n_steps, effort, add):
+def decode(model, shapes, seqs, n_positions, shape, n_steps, effort, add, label):
     """Greedy steps of one token for each sequence, each step timed; the sequences keep their length.
 
     `n_positions` is how many positions the sequences hold, shared ones counted once.
@@ -81,13 +87,13 @@ def decode(model, shapes, seqs, n_positions, shape, n_steps, effort, add):
         row.free()
     # Weights once; K and V of the context at the middle of the run once, the row's own written as well.
     own = timing.k / 2
-    nbytes = 4 * (shapes.layer_weights + shapes.head_weights) + shapes.kv_token_nbytes * (n_positions + m * (own + 1))
+    nbytes = model.weight_nbytes + shapes.kv_token_nbytes * (n_positions + m * (own + 1))
     operations = (2 * m * (shapes.layer_weights + shapes.head_weights)
                   + shapes.attention_operations(m * (n_context + own)))
-    add(Row("decode", "decode float32", shape, timing, nbytes=round(nbytes), operations=round(operations), n_tokens=m))
+    add(Row("decode", f"decode {label}", shape, timing, nbytes=round(nbytes), operations=round(operations), n_tokens=m))
 
 
-def prefill(model, shapes, n, effort, add):
+def prefill(model, shapes, n, effort, add, label):
     """One prompt into an empty sequence, logits of its last token."""
     tokens = np.random.default_rng(7).integers(0, shapes.vocab_size, n)
     pool = model.new_pool(n_tokens=2 * n + 64)
@@ -97,8 +103,8 @@ def prefill(model, shapes, n, effort, add):
         seq.truncate(0)
         timing = time_calls(lambda i: model.prefill(tokens, seq), effort, reset=lambda i: seq.truncate(0), n_calls=1)
     n_positions = n * (n + 1) // 2
-    add(Row("decode", "prefill float32", f"n={n}", timing,
-            nbytes=4 * (shapes.layer_weights + shapes.head_weights) + shapes.kv_token_nbytes * n,
+    add(Row("decode", f"prefill {label}", f"n={n}", timing,
+            nbytes=model.weight_nbytes + shapes.kv_token_nbytes * n,
             operations=2 * n * shapes.layer_weights + 2 * shapes.head_weights
             + shapes.attention_operations(n_positions), n_tokens=n))
 
@@ -117,7 +123,7 @@ def health(rows):
     """
     found = []
     for row in rows:
-        if row.section != "decode" or not row.limit or row.engine != "pagedkv":
+        if row.name != "decode float32" or not row.limit or row.engine != "pagedkv":
             continue
         m = next((m for m in TARGETS if row.shape == f"M={m} ctx=128"), None)
         if m is None:

@@ -1046,6 +1046,13 @@ cdef class ModelCore:
     def __dealloc__(self):
         free(self.layers)
 
+    @property
+    def weight_nbytes(self):
+        """Bytes of all packed weights."""
+        layers, embedding, head = self.keep[4], self.keep[2], self.keep[3]
+        total = sum([layer[name].nbytes for layer in layers for name in ("qkv", "o", "gate_up", "down")])
+        return total + embedding.nbytes + (0 if head is embedding else head.nbytes)
+
     cdef int check_batch(self, list seqs, list tokens) except -1:
         """Everything about a batch that does not depend on the pools' free blocks. FLV4 first, as the seed."""
         cdef const int64_t[::1] ids

@@ -198,6 +198,11 @@ class LlamaModel:
         return cls(config, core, (file.path.resolve(), file.metadata))
 
     @property
+    def weight_nbytes(self):
+        """Bytes of the packed weights in memory: what a step reads, an untied embedding aside."""
+        return self._core.weight_nbytes
+
+    @property
     def tokenizer(self):
         """The file's :class:`Tokenizer`, built on first use."""
         if self._tokenizer is None:

@@ -109,7 +109,7 @@ def test_compare(result, tmp_path):
     assert done.returncode == 0, done.stderr
     compared = [line.split() for line in done.stdout.splitlines() if " 2.00 " in line]
     assert len(compared) == len(document["rows"]) - 1
-    assert "only in A: prefill float32 n=7" in done.stdout and "only in B: prefill float32" in done.stdout
+    assert "only in A: prefill as in file n=7" in done.stdout and "only in B: prefill as in file" in done.stdout
 
 
 def test_without_a_compiler(model, tmp_path):

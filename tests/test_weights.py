@@ -23,7 +23,7 @@ from pagedkv.formats import open_model, quants
 from pagedkv.formats.tensor import Tensor
 from pagedkv.model import _Matrix
 from promise_rows import assert_same_bits, rows_in_chunks, token_stream
-from tiny import K_QUANTS, random_quantised, tiny_config, tiny_tensors, write_gguf
+from tiny import K_QUANTS, random_quantised, tiny_config, tiny_tensors, write_gguf, write_hf
 
 TYPES = tuple(_core.DTYPES)
 FLOATS = ("f32", "f16", "bf16")
@@ -416,3 +416,10 @@ def test_filled_again():
 
 if __name__ == "__main__":
     main()
+
+
+def test_weight_nbytes_counts_what_the_file_stores(tmp_path):
+    config = tiny_config()
+    path = write_hf(tmp_path, config, tiny_tensors(config, 1), dtype="f16")
+    small, large = pk.LlamaModel.load(path), pk.LlamaModel.load(path, weights="float32")
+    assert large.weight_nbytes == 2 * small.weight_nbytes > 0
