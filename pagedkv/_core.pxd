@@ -157,22 +157,23 @@ cdef extern from "pagedkv/step.h" nogil:
         pkv_attn_plan plan
         const int64_t *out_row
         float *logits
+        float *attn
+        float *ffn
         float *partials
     int64_t pkv_pad(int64_t n)
     int64_t pkv_qkv_len(const pkv_model *m)
     int64_t pkv_n_groups(int64_t n_panels, int64_t n_threads)
-    int64_t pkv_group_begin(int64_t i, int64_t n_groups, int64_t n_panels)
-    void pkv_matmul_panels(const pkv_kernels *kernels, const float *x, int64_t ldx, int64_t n_rows,
-                           const pkv_weight *w, int64_t begin, int64_t end, float *y, int64_t ldy, float *scratch)
+    int64_t pkv_matmul_group(const pkv_kernels *kernels, const float *x, int64_t n_rows, const pkv_weight *w,
+                             int64_t group, int64_t n_groups, float *y, float *scratch)
     void pkv_step_embed(const pkv_step *s, int64_t i)
     void pkv_step_norm(const pkv_step *s, const float *gamma, int64_t i)
     void pkv_step_qkv(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups, int thread)
     void pkv_step_rope_append(const pkv_step *s, int64_t layer, int64_t i)
     void pkv_step_attend(const pkv_step *s, int64_t layer, int64_t item, int thread)
     void pkv_step_join(const pkv_step *s, int64_t item)
-    void pkv_step_attn_out(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups, int thread)
+    void pkv_step_project(const pkv_step *s, const pkv_weight *w, const float *rows, int64_t group, int64_t n_groups,
+                          int thread)
     void pkv_step_gate_up(const pkv_step *s, const pkv_layer *layer, int64_t panel, int thread)
-    void pkv_step_down(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups, int thread)
     void pkv_step_out_norm(const pkv_step *s, int64_t i)
     void pkv_step_head(const pkv_step *s, int64_t group, int64_t n_groups, int thread)
     int64_t pkv_step_lay_out(pkv_step *s, const pkv_model *m, int64_t n_rows, int64_t n_threads, float *block)
@@ -192,8 +193,7 @@ cdef class SequenceCore:
     cdef pkv_seq *ptr                # NULL before _open and after free
     cdef readonly PoolCore pool
     cdef object lock(self)
-    cdef int enter(self) except -1
-    cdef object write_error(self, pkv_status status, int64_t n)
+    cdef pkv_seq *enter(self) except NULL
 
 
 cdef class Arena:

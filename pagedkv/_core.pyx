@@ -305,6 +305,14 @@ cdef append_error(pkv_status status, const pkv_seq *seq, int64_t n, int64_t need
     return error(message, outer + (PkvStatus(status),))
 
 
+cdef write_error(pkv_status status, const pkv_seq *seq, int64_t n):
+    """Why rows could not be written or counted."""
+    if status == PKV_ERR_BAD_DIM:
+        return error(f"the number of rows must be positive, not {n}", (PkvStatus(status),))
+    return error(f"rows [{seq.seq_len}, {seq.seq_len + n}) are not all reserved in blocks of this sequence alone "
+                 f"({seq.n_blocks} blocks of {seq.pool.block_size}): call ensure_append first", (PkvStatus(status),))
+
+
 @cython.no_gc_clear
 cdef class SequenceCore:
     """A block table over a pool. Subclassed by :class:`pagedkv.Sequence`."""
@@ -328,9 +336,9 @@ cdef class SequenceCore:
     def _fork_to(self, SequenceCore child not None):
         if child.pool is not None:
             raise RuntimeError("a sequence is opened once")
+        cdef pkv_status status
         with self.lock():
-            self.enter()
-            status = pkv_seq_fork(self.ptr, &child.ptr)
+            status = pkv_seq_fork(self.enter(), &child.ptr)
         if status == PKV_ERR_NULL:
             raise MemoryError("no memory for the table of a fork")
         if status != PKV_OK:
@@ -343,12 +351,13 @@ cdef class SequenceCore:
             raise error("the sequence was never opened", (PkvStatus.PKV_ERR_NULL,))
         return self.pool._lock
 
-    cdef int enter(self) except -1:
-        """First thing under the lock."""
+    cdef pkv_seq *enter(self) except NULL:
+        """First thing under the lock. The caller works on what this returns: self.ptr may go at any time, but what
+        it pointed to lives until the lock is given back."""
         self.pool.reap()
         if self.ptr is NULL:
             raise error("the sequence was freed", (PkvStatus.PKV_ERR_NULL,))
-        return 0
+        return self.ptr
 
     def free(self):
         """Give all blocks back. A second call does nothing."""
@@ -375,18 +384,12 @@ cdef class SequenceCore:
     def ensure_append(self, int64_t n):
         """Make the next `n` rows writable: own copies of shared blocks, new blocks for the rest."""
         cdef int64_t needed = 0
+        cdef pkv_seq *seq
         with self.lock():
-            self.enter()
-            status = pkv_ensure_append(self.ptr, n, &needed)
+            seq = self.enter()
+            status = pkv_ensure_append(seq, n, &needed)
             if status != PKV_OK:
-                raise append_error(status, self.ptr, n, needed, "", ())
-
-    cdef object write_error(self, pkv_status status, int64_t n):
-        if status == PKV_ERR_BAD_DIM:
-            return error(f"the number of rows must be positive, not {n}", (PkvStatus(status),))
-        return error(f"rows [{self.ptr.seq_len}, {self.ptr.seq_len + n}) are not all reserved in blocks of this "
-                     f"sequence alone ({self.ptr.n_blocks} blocks of {self.pool.ptr.block_size}): "
-                     "call ensure_append first", (PkvStatus(status),))
+                raise append_error(status, seq, n, needed, "", ())
 
     def append_layer(self, int64_t layer, k, v):
         """Write rows ``[len, len + n)`` of one layer. `k`, `v`: float32 ``[n, kv_dim]``. Does not advance."""
@@ -394,31 +397,34 @@ cdef class SequenceCore:
         cdef tuple chain = (PkvStatus.PKV_ERR_BAD_DIM,)
         cdef const float *k_ptr
         cdef const float *v_ptr
+        cdef pkv_seq *seq
         with self.lock():
-            self.enter()
-            k_ptr = rows_f32(k_rows, "k", -1, self.pool.ptr.kv_dim, chain)
-            v_ptr = rows_f32(v_rows, "v", k_rows.shape[0], self.pool.ptr.kv_dim, chain)
-            if layer < 0 or layer >= self.pool.ptr.n_layers:
-                raise error(f"layer {layer} is outside [0, {self.pool.ptr.n_layers})", (PkvStatus.PKV_ERR_BOUNDS,))
-            status = pkv_append_layer(self.ptr, layer, k_ptr, v_ptr, k_rows.shape[0])
+            seq = self.enter()
+            k_ptr = rows_f32(k_rows, "k", -1, seq.pool.kv_dim, chain)
+            v_ptr = rows_f32(v_rows, "v", k_rows.shape[0], seq.pool.kv_dim, chain)
+            if layer < 0 or layer >= seq.pool.n_layers:
+                raise error(f"layer {layer} is outside [0, {seq.pool.n_layers})", (PkvStatus.PKV_ERR_BOUNDS,))
+            status = pkv_append_layer(seq, layer, k_ptr, v_ptr, k_rows.shape[0])
             if status != PKV_OK:
-                raise self.write_error(status, k_rows.shape[0])
+                raise write_error(status, seq, k_rows.shape[0])
 
     def advance(self, int64_t n):
         """Count `n` appended rows as part of the sequence."""
+        cdef pkv_seq *seq
         with self.lock():
-            self.enter()
-            status = pkv_advance(self.ptr, n)
+            seq = self.enter()
+            status = pkv_advance(seq, n)
             if status != PKV_OK:
-                raise self.write_error(status, n)
+                raise write_error(status, seq, n)
 
     def truncate(self, int64_t n):
         """Keep the first `n` rows; give back the blocks that held only later ones."""
+        cdef pkv_seq *seq
         with self.lock():
-            self.enter()
-            status = pkv_seq_truncate(self.ptr, n)
+            seq = self.enter()
+            status = pkv_seq_truncate(seq, n)
             if status != PKV_OK:
-                raise error(f"length {n} is outside [0, {self.ptr.seq_len}]", (PkvStatus(status),))
+                raise error(f"length {n} is outside [0, {seq.seq_len}]", (PkvStatus(status),))
 
     def gather_head(self, int64_t layer, int64_t kv_head, int64_t head_dim, total_k=None):
         """Copies of one KV head's rows: ``(K, V)``, each float32 ``[total_k, head_dim]``."""
@@ -426,24 +432,25 @@ cdef class SequenceCore:
         cdef int64_t n, n_rows
         cdef float *k_ptr
         cdef float *v_ptr
+        cdef pkv_seq *seq
         cdef pkv_status status
         with self.lock():
-            self.enter()
-            n = self.ptr.seq_len if total_k is None else total_k
-            n_rows = self.ptr.n_blocks * self.pool.ptr.block_size
+            seq = self.enter()
+            n = seq.seq_len if total_k is None else total_k
+            n_rows = seq.n_blocks * seq.pool.block_size
             if head_dim <= 0 or n < 0:
                 raise error(f"head_dim {head_dim} must be positive and total_k {n} not negative",
                             (PkvStatus.PKV_ERR_BAD_DIM,))
-            if n > n_rows or head_dim > self.pool.ptr.kv_dim:
+            if n > n_rows or head_dim > seq.pool.kv_dim:
                 raise error(f"total_k {n} is over the {n_rows} reserved rows, or head_dim {head_dim} over kv_dim "
-                            f"{self.pool.ptr.kv_dim}", (PkvStatus.PKV_ERR_BOUNDS,))
+                            f"{seq.pool.kv_dim}", (PkvStatus.PKV_ERR_BOUNDS,))
             k, v = np.empty((n, head_dim), np.float32), np.empty((n, head_dim), np.float32)
             k_ptr, v_ptr = <float *>cnp.PyArray_DATA(k), <float *>cnp.PyArray_DATA(v)
             with nogil:
-                status = pkv_gather_head(self.ptr, layer, kv_head, head_dim, n, k_ptr, v_ptr)
+                status = pkv_gather_head(seq, layer, kv_head, head_dim, n, k_ptr, v_ptr)
             if status != PKV_OK:
-                raise error(f"layer {layer} or head {kv_head} of {head_dim} is outside {self.pool.ptr.n_layers} "
-                            f"layers of {self.pool.ptr.kv_dim}", (PkvStatus(status),))
+                raise error(f"layer {layer} or head {kv_head} of {head_dim} is outside {seq.pool.n_layers} "
+                            f"layers of {seq.pool.kv_dim}", (PkvStatus(status),))
         return k, v
 
 
@@ -587,10 +594,8 @@ def matmul(const float[:, ::1] x, PackedWeight w not None, float[:, ::1] out):
     with nogil, parallel(num_threads=n_threads):
         saved = pkv_fpenv_enter()
         for i in prange(n_groups, schedule="static"):
-            pkv_matmul_panels(KERNELS, &x[0, 0], weight.k, m, &weight, pkv_group_begin(i, n_groups, n_panels),
-                              pkv_group_begin(i + 1, n_groups, n_panels),
-                              &out[0, 0] + pkv_group_begin(i, n_groups, n_panels) * PKV_PANEL, weight.n,
-                              scratch.block + threadid() * PKV_MATMUL_SCRATCH)
+            pkv_matmul_group(KERNELS, &x[0, 0], m, &weight, i, n_groups, &out[0, 0],
+                             scratch.block + threadid() * PKV_MATMUL_SCRATCH)
         pkv_fpenv_leave(saved)
 
 
@@ -781,6 +786,7 @@ def attn_with_paged(q, k_new, v_new, SequenceCore seq, int64_t layer, int64_t n_
     cdef cnp.ndarray v_rows = np.ascontiguousarray(v_new)
     cdef int64_t n = q_rows.shape[0] if q_rows.ndim else 0
     cdef Attend work = Attend()
+    cdef pkv_seq *ptr
     bad = attention_shape(&work.shape, n, n_heads, n_kv_heads, head_dim, scale)
     if bad is not None:
         raise error(bad[0], (bad[1],))
@@ -794,17 +800,17 @@ def attn_with_paged(q, k_new, v_new, SequenceCore seq, int64_t layer, int64_t n_
         raise error("the sequence is missing", (ApStatus.AP_ERR_SEQ, PkvStatus.PKV_ERR_NULL))
     with seq.lock():
         try:
-            seq.enter()
-            if kv_dim != seq.pool.ptr.kv_dim:
+            ptr = seq.enter()
+            if kv_dim != ptr.pool.kv_dim:
                 raise error(f"n_kv_heads {n_kv_heads} * head_dim {head_dim} is not the pool's kv_dim "
-                            f"{seq.pool.ptr.kv_dim}", (PkvStatus.PKV_ERR_BAD_DIM,))
-            if layer < 0 or layer >= seq.pool.ptr.n_layers:
-                raise error(f"layer {layer} is outside [0, {seq.pool.ptr.n_layers})", (PkvStatus.PKV_ERR_BOUNDS,))
-            work.segment = paged_segment(seq.ptr, 0, n, seq.ptr.seq_len + (1 if causal else n), causal)
+                            f"{ptr.pool.kv_dim}", (PkvStatus.PKV_ERR_BAD_DIM,))
+            if layer < 0 or layer >= ptr.pool.n_layers:
+                raise error(f"layer {layer} is outside [0, {ptr.pool.n_layers})", (PkvStatus.PKV_ERR_BOUNDS,))
+            work.segment = paged_segment(ptr, 0, n, ptr.seq_len + (1 if causal else n), causal)
             work.plan()
-            status = pkv_append_layer(seq.ptr, layer, k_ptr, v_ptr, n)
+            status = pkv_append_layer(ptr, layer, k_ptr, v_ptr, n)
             if status != PKV_OK:
-                raise seq.write_error(status, n)
+                raise write_error(status, ptr, n)
         except errors.PagedKVError as cause:
             raise error(cause.message, (ApStatus.AP_ERR_SEQ,) + cause.chain) from None
         work.run(layer, q_ptr, <float *>cnp.PyArray_DATA(out))
@@ -895,6 +901,8 @@ cdef class Batch:
         for i in range(self.n_seqs):
             ids = tokens[i]
             self.seqs[i] = (<SequenceCore>seqs[i]).ptr
+            if self.seqs[i] is NULL:       # by a finaliser, since the batch was checked
+                raise error(f"sequence {i} of the batch was freed", STACK_CHAIN + (PkvStatus.PKV_ERR_NULL,))
             self.n_new[i] = ids.shape[0]
             for j in range(ids.shape[0]):
                 self.tokens[row] = <int32_t>ids[j]
@@ -977,13 +985,13 @@ cdef void run_pass(const pkv_step *s, int n_threads) noexcept nogil:
                 for i in prange(s.plan.n_join, schedule="static"):
                     pkv_step_join(s, i)
             for i in prange(o_groups, schedule="static"):
-                pkv_step_attn_out(s, layer, i, o_groups, threadid())
+                pkv_step_project(s, &layer.o, s.attn, i, o_groups, threadid())
             for i in prange(s.n_rows, schedule="static"):
                 pkv_step_norm(s, layer.ffn_norm, i)
             for i in prange(pkv_panels_for(m.ffn_dim), schedule="static"):
                 pkv_step_gate_up(s, layer, i, threadid())
             for i in prange(down_groups, schedule="static"):
-                pkv_step_down(s, layer, i, down_groups, threadid())
+                pkv_step_project(s, &layer.down, s.ffn, i, down_groups, threadid())
         for i in prange(s.n_out, schedule="static"):
             pkv_step_out_norm(s, i)
         if s.n_out > 0:

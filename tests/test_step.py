@@ -7,6 +7,8 @@ LCP llama-cpp-python, ORG ONNX Runtime GenAI, OV OpenVINO; others in full.
 
 import inspect
 import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -500,3 +502,46 @@ def test_a_sequence_dropped_inside_another_threads_step_is_freed(model, alone):
         seqs.pop()
     worker.join()
     assert pool.n_free == pool.n_blocks and bits(outs[0]) == bits(alone(TOKENS[:400]))
+
+
+FREED_AT_ANY_ALLOCATION = """
+import gc, sys, pagedkv as pk
+model = pk.LlamaModel.load(sys.argv[1])
+pool = model.new_pool(n_tokens=256)
+
+
+class Owner:
+    def __init__(self, seq):
+        self.seq, self.me = seq, self
+
+    def __del__(self):
+        self.seq.free()
+
+
+outcomes = set()
+for n in range(1, 120):                  # the collector runs at the n-th allocation after this
+    gc.collect()
+    gc.disable()
+    seqs = [model.new_sequence(pool, 32) for _ in range(3)]
+    model.step([(seq, [1, 2]) for seq in seqs])
+    Owner(seqs[1])
+    gc.set_threshold(n, 1, 1)
+    gc.enable()
+    try:
+        model.step([(seq, [3]) for seq in seqs])
+        outcomes.add("stepped")
+    except pk.NullError:
+        assert len(seqs[0]) == len(seqs[2]) == 2
+        outcomes.add("refused")
+    gc.disable()
+    del seqs
+    gc.collect()
+    assert pool.n_free == pool.n_blocks
+assert outcomes == {"stepped", "refused"}, outcomes
+"""
+
+
+def test_a_sequence_freed_by_the_collector_at_any_point_of_a_step(tmp_path):
+    config = tiny_config()
+    path = write_hf(tmp_path, config, tiny_tensors(config, 1))
+    subprocess.run([sys.executable, "-c", FREED_AT_ANY_ALLOCATION, str(path)], check=True, timeout=120)

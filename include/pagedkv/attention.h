@@ -75,11 +75,11 @@ static inline int64_t pkv_attn_row_visible(const pkv_attn_segment *segment, int6
     return segment->visible + row * segment->visible_step;
 }
 
-/* Offset of block i of one KV head of a layer. */
-static inline int64_t pkv_view_offset(const pkv_kv_view *kv, int64_t block, int64_t layer, int64_t kv_head,
-                                      int64_t head_dim) {
-    int64_t block_id = kv->block_table ? kv->block_table[block] : block;
-    return block_id * kv->block_stride + layer * kv->layer_stride + kv_head * head_dim;
+/* One KV head's rows of the block that holds a position, in K or V (`of` is kv->k or kv->v). */
+static inline const float *pkv_view_rows(const pkv_kv_view *kv, const float *of, int64_t position, int64_t layer,
+                                         int64_t kv_head, int64_t head_dim) {
+    int64_t block = position / kv->block_size, block_id = kv->block_table ? kv->block_table[block] : block;
+    return of + block_id * kv->block_stride + layer * kv->layer_stride + kv_head * head_dim;
 }
 
 /* Where acc begins in the state of one row and KV head, max [group], sum [group], acc [group, head_dim]: at a
@@ -110,17 +110,18 @@ static inline void pkv_attn_chunk(const pkv_kernels *kernels, const pkv_attn_sha
                                   const pkv_attn_tile *tile, float *scores) {
     int64_t head_dim = shape->head_dim, group = shape->n_heads / shape->n_kv_heads;
     int64_t first = chunk * PKV_CHUNK, end = first;
-    for (int64_t r = 0; r < tile->n_rows; r++)
-        end = pkv_min(first + PKV_CHUNK, tile->visible[r]) > end ? pkv_min(first + PKV_CHUNK, tile->visible[r]) : end;
+    for (int64_t r = 0; r < tile->n_rows; r++) {
+        int64_t row_end = pkv_min(first + PKV_CHUNK, tile->visible[r]);
+        end = row_end > end ? row_end : end;
+    }
 
     for (int64_t t = first; t < end; t += kv->block_size)
         for (int64_t h = 0; h < n_kv_heads; h++) {
-            const float *k = kv->k + pkv_view_offset(kv, t / kv->block_size, layer, kv_head + h, head_dim);
+            const float *k = pkv_view_rows(kv, kv->k, t, layer, kv_head + h, head_dim);
             /* After this block comes the next one, and after the last one the first of V. */
-            const float *next =
-                t + kv->block_size < end
-                    ? kv->k + pkv_view_offset(kv, t / kv->block_size + 1, layer, kv_head + h, head_dim)
-                    : kv->v + pkv_view_offset(kv, first / kv->block_size, layer, kv_head + h, head_dim);
+            int more = t + kv->block_size < end;
+            const float *next = pkv_view_rows(kv, more ? kv->k : kv->v, more ? t + kv->block_size : first, layer,
+                                              kv_head + h, head_dim);
             for (int64_t r = 0; r < tile->n_rows; r++) {
                 int64_t n = pkv_min(kv->block_size, pkv_min(end, tile->visible[r]) - t);
                 if (n > 0)
@@ -141,11 +142,10 @@ static inline void pkv_attn_chunk(const pkv_kernels *kernels, const pkv_attn_sha
         }
     for (int64_t t = first; t < end; t += kv->block_size)
         for (int64_t h = 0; h < n_kv_heads; h++) {
-            const float *v = kv->v + pkv_view_offset(kv, t / kv->block_size, layer, kv_head + h, head_dim);
-            const float *next =
-                t + kv->block_size < end
-                    ? kv->v + pkv_view_offset(kv, t / kv->block_size + 1, layer, kv_head + h, head_dim)
-                    : v;
+            const float *v = pkv_view_rows(kv, kv->v, t, layer, kv_head + h, head_dim);
+            const float *next = t + kv->block_size < end
+                                    ? pkv_view_rows(kv, kv->v, t + kv->block_size, layer, kv_head + h, head_dim)
+                                    : v;
             for (int64_t r = 0; r < tile->n_rows; r++) {
                 int64_t n = pkv_min(kv->block_size, pkv_min(end, tile->visible[r]) - t);
                 if (n > 0)

@@ -112,8 +112,8 @@ static inline int64_t pkv_group_begin(int64_t i, int64_t n_groups, int64_t n_pan
 /* Floats of scratch that pkv_matmul_panels needs. */
 #define PKV_MATMUL_SCRATCH (PKV_SLICE_PANELS * PKV_K_TILE * PKV_PANEL)
 
-/* At most PKV_SLICE_PANELS panels [begin, end) of y = x W^T slice by slice of k, coded
- * panels expanded once for all rows; y starts at the first of these columns. */
+/* At most PKV_SLICE_PANELS panels [begin, end) of y = x W^T, slice by slice of k, coded panels expanded
+ * once for all rows; y starts at the first of these columns. */
 static inline void pkv_matmul_slices(const pkv_kernels *kernels, const float *x, int64_t ldx, int64_t n_rows,
                                      const pkv_weight *w, int64_t begin, int64_t end, float *y, int64_t ldy,
                                      float *scratch) {
@@ -171,6 +171,26 @@ static inline void pkv_matmul_panels(const pkv_kernels *kernels, const float *x,
     }
 }
 
+/* One group of the panels of y = x W^T, x [n_rows, k] and y [n_rows, n] whole. *n_cols is the group's number of
+ * columns; returns the first of them. */
+static inline int64_t pkv_matmul_group_cols(const pkv_kernels *kernels, const float *x, int64_t n_rows,
+                                            const pkv_weight *w, int64_t group, int64_t n_groups, float *y,
+                                            float *scratch, int64_t *n_cols) {
+    int64_t n_panels = pkv_panels_for(w->n);
+    int64_t begin = pkv_group_begin(group, n_groups, n_panels), end = pkv_group_begin(group + 1, n_groups, n_panels);
+    int64_t col = begin * PKV_PANEL;
+    *n_cols = pkv_min(end * PKV_PANEL, w->n) - col;
+    pkv_matmul_panels(kernels, x, w->k, n_rows, w, begin, end, y + col, w->n, scratch);
+    return col;
+}
+
+/* The same, for callers that have nothing to do with the columns afterwards. */
+static inline void pkv_matmul_group(const pkv_kernels *kernels, const float *x, int64_t n_rows, const pkv_weight *w,
+                                    int64_t group, int64_t n_groups, float *y, float *scratch) {
+    int64_t n_cols;
+    pkv_matmul_group_cols(kernels, x, n_rows, w, group, n_groups, y, scratch, &n_cols);
+}
+
 /* Scratch of a thread: the matmul's first, then what the task itself needs. */
 static inline float *pkv_thread_scratch(const pkv_step *s, int thread) { return s->thread + thread * s->thread_len; }
 
@@ -192,11 +212,9 @@ static inline void pkv_step_norm(const pkv_step *s, const float *gamma, int64_t 
 /* One group of panels of Q, K and V. */
 static inline void pkv_step_qkv(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups,
                                 int thread) {
-    int64_t n = layer->qkv.n, n_panels = pkv_panels_for(n);
-    int64_t begin = pkv_group_begin(group, n_groups, n_panels), end = pkv_group_begin(group + 1, n_groups, n_panels);
-    int64_t col = begin * PKV_PANEL, n_cols = pkv_min(end * PKV_PANEL, n) - col;
-    pkv_matmul_panels(s->kernels, s->normed, s->model->hidden_dim, s->n_rows, &layer->qkv, begin, end, s->qkv + col, n,
-                      pkv_thread_scratch(s, thread));
+    int64_t n = layer->qkv.n, n_cols;
+    int64_t col = pkv_matmul_group_cols(s->kernels, s->normed, s->n_rows, &layer->qkv, group, n_groups, s->qkv,
+                                        pkv_thread_scratch(s, thread), &n_cols);
     if (layer->qkv_bias)
         for (int64_t i = 0; i < s->n_rows; i++)
             s->kernels->add(s->qkv + i * n + col, layer->qkv_bias + col, n_cols);
@@ -233,18 +251,11 @@ static inline void pkv_step_join(const pkv_step *s, int64_t item) {
 /* One group of panels of a projection back into the residual stream: x += in W^T. */
 static inline void pkv_step_project(const pkv_step *s, const pkv_weight *w, const float *in, int64_t group,
                                     int64_t n_groups, int thread) {
-    int64_t n_panels = pkv_panels_for(w->n);
-    int64_t begin = pkv_group_begin(group, n_groups, n_panels), end = pkv_group_begin(group + 1, n_groups, n_panels);
-    int64_t col = begin * PKV_PANEL, n_cols = pkv_min(end * PKV_PANEL, w->n) - col;
-    pkv_matmul_panels(s->kernels, in, w->k, s->n_rows, w, begin, end, s->proj + col, w->n,
-                      pkv_thread_scratch(s, thread));
+    int64_t n_cols;
+    int64_t col = pkv_matmul_group_cols(s->kernels, in, s->n_rows, w, group, n_groups, s->proj,
+                                        pkv_thread_scratch(s, thread), &n_cols);
     for (int64_t i = 0; i < s->n_rows; i++)
         s->kernels->add(s->x + i * w->n + col, s->proj + i * w->n + col, n_cols);
-}
-
-static inline void pkv_step_attn_out(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups,
-                                     int thread) {
-    pkv_step_project(s, &layer->o, s->attn, group, n_groups, thread);
 }
 
 /* One panel of gate and its twin of up, through SwiGLU, while both are in the cache. */
@@ -259,11 +270,6 @@ static inline void pkv_step_gate_up(const pkv_step *s, const pkv_layer *layer, i
                            s->ffn + i * m->ffn_dim + panel * PKV_PANEL, n_cols);
 }
 
-static inline void pkv_step_down(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups,
-                                 int thread) {
-    pkv_step_project(s, &layer->down, s->ffn, group, n_groups, thread);
-}
-
 /* Output row i: the last norm, into the first n_out rows of normed. */
 static inline void pkv_step_out_norm(const pkv_step *s, int64_t i) {
     int64_t n = s->model->hidden_dim;
@@ -271,11 +277,8 @@ static inline void pkv_step_out_norm(const pkv_step *s, int64_t i) {
 }
 
 static inline void pkv_step_head(const pkv_step *s, int64_t group, int64_t n_groups, int thread) {
-    const pkv_model *m = s->model;
-    int64_t n_panels = pkv_panels_for(m->vocab_size);
-    int64_t begin = pkv_group_begin(group, n_groups, n_panels), end = pkv_group_begin(group + 1, n_groups, n_panels);
-    pkv_matmul_panels(s->kernels, s->normed, m->hidden_dim, s->n_out, &m->head, begin, end,
-                      s->logits + begin * PKV_PANEL, m->vocab_size, pkv_thread_scratch(s, thread));
+    pkv_matmul_group(s->kernels, s->normed, s->n_out, &s->model->head, group, n_groups, s->logits,
+                     pkv_thread_scratch(s, thread));
 }
 
 /* Floats of scratch one thread needs. */
