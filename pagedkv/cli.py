@@ -280,6 +280,8 @@ def _generate(args):
     from pagedkv.generate import blocks_needed, generate
     from pagedkv.tokenizer import Tokenizer
 
+    if args.seed < 0:
+        raise UsageError(f"seed must be in [0, 2**64), not {args.seed}")
     sampling = _Clocked(pk.SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
                                           seed=args.seed))  # fmt: skip
     if args.threads:

@@ -301,7 +301,7 @@ def test_an_extreme_temperature_does_not_warn(run, gguf):
     (["generate", "--temperature", "nan", "a"], "temperature must be .*"),
     (["generate", "--temperature", "warm", "a"], "argument --temperature: invalid float value: 'warm' .*"),
     (["generate", "--top-p", "0", "a"], r"top_p must be in \(0, 1\], not 0.0"),
-    (["generate", "--top-k", "-1", "a"], "top_k must be 0 .*"),
+    (["generate", "--top-k", "-2", "a"], "top_k must be 0 .*"),
     (["generate", "--seed", "-1", "a"], r"seed must be in \[0, 2\*\*64\), not -1"),
     (["generate", "a\udcffb"], "the prompt is not UTF-8: invalid start byte at byte 1"),
     (["generate", "a\ud800b"], "the prompt holds a lone surrogate, which is no character"),

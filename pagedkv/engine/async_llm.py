@@ -90,7 +90,8 @@ class AsyncLLM:
                 self._engine.abort(request)
                 self._tell(request)
 
-        self._send(add)
+        if not self._send(add):
+            raise RuntimeError("this AsyncLLM was shut down")
         if request_id is not None:
             self._by_id[request_id] = end
         try:
@@ -136,16 +137,16 @@ class AsyncLLM:
     # ---- The thread ---------------------------------------------------------------------------------
 
     def _send(self, call):
+        """Let the thread make a call; False where it was shut down, and has ended all requests."""
         with self._wake:
             if self._closed:
-                if self._thread is None or not self._thread.is_alive():
-                    return
-                raise RuntimeError("this AsyncLLM was shut down")
+                return False
             self._inbox.append(call)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="pagedkv-engine", daemon=True)
                 self._thread.start()
             self._wake.notify()
+            return True
 
     def _run(self):
         while True:

@@ -235,8 +235,9 @@ class Engine:
         """End the request that would run next: nothing runs, and yet its blocks are not there."""
         request = self.scheduler.waiting[0].request
         needed = -(-len(self.scheduler.waiting[0].tokens) // self.pool.block_size)
-        error = PoolExhausted(f"needs {needed} blocks, {self.pool.n_free} of {self.pool.n_blocks} are free and nothing "
-                              "of this engine runs: the others are held outside it")
+        n_free = self.pool.n_free + self.cache.n_idle
+        error = PoolExhausted(f"needs {needed} blocks, {n_free} of {self.pool.n_blocks} are free while nothing of this "
+                              "engine runs: the others are held outside it")
         self.abort(request, "error", error)
         return request
 
