@@ -18,14 +18,19 @@ class Sampler:
 
     def __init__(self, vocab_size, tokenizer):
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
-        self._buffer = np.empty((0, vocab_size), np.float32)
+        self._buffers = {}  # what for -> rows
         self._texts = {}  # token -> its text
 
     def rows(self, n):
-        """Place for `n` rows of logits; valid until the next call."""
-        if n > len(self._buffer):
-            self._buffer = np.empty((max(n, 2 * len(self._buffer)), self._vocab_size), np.float32)
-        return self._buffer[:n]
+        """Place for `n` rows of logits; valid until the next call. Fresh memory would cost page faults each time."""
+        return self._rows("logits", n)
+
+    def _rows(self, purpose, n):
+        rows = self._buffers.get(purpose)
+        if rows is None or n > len(rows):
+            n_before = 0 if rows is None else len(rows)
+            rows = self._buffers[purpose] = np.empty((max(n, 2 * n_before), self._vocab_size), np.float32)
+        return rows[:n]
 
     def draw(self, logits, wanted):
         """The next token of each sample.
@@ -42,19 +47,20 @@ class Sampler:
         list of (int, dict of int to Logprob or None)
             The token, -1 where the row holds NaN or has no finite maximum; its log-probabilities where asked for.
         """
-        draws, edited, draws_edited = [], [], []
-        for row, sample in wanted:
-            request = sample.request
-            draw = request.params._draw(row, request.seed, sample.index, len(sample.tokens))
-            values = _edited(logits[row], sample)
-            if values is None:
-                draws.append(draw)
-            else:
-                draws_edited.append((len(edited), *draw[1:]))
-                edited.append(values)
-        plain = iter(_core.sample(logits, np.array(draws, _core.DRAW)).tolist() if draws else ())
-        others = iter(_core.sample(np.stack(edited), np.array(draws_edited, _core.DRAW)).tolist() if edited else ())
-        tokens = [next(others if _edits(sample) else plain) for _, sample in wanted]
+        edits = [_edits(sample) for _, sample in wanted]
+        edited = self._rows("edited", sum(edits))
+        draws = [], []  # of rows as they are, and of edited copies
+        for (row, sample), is_edited in zip(wanted, edits):
+            if is_edited:
+                values = edited[len(draws[True])]
+                np.copyto(values, logits[row])
+                _edit(values, sample)
+                row = len(draws[True])
+            draws[is_edited].append(sample.request.params._draw(row, sample.request.seed, sample.index,
+                                                                len(sample.tokens)))  # fmt: skip
+        drawn = [iter(_core.sample(rows, np.array(each, _core.DRAW)).tolist()) if each else None
+                 for rows, each in zip((logits, edited), draws)]  # fmt: skip
+        tokens = [next(drawn[is_edited]) for is_edited in edits]
 
         logprobs = [None] * len(wanted)
         asked = [i for i, (_, sample) in enumerate(wanted) if sample.logprobs is not None and tokens[i] >= 0]
@@ -110,12 +116,9 @@ def _edits(sample):
                 or sample.n_generated < params.min_tokens)
 
 
-def _edited(logits, sample):
-    """A changed copy of a row of logits, or None where nothing changes. In vLLM's order: tokens that may not end the
-    text yet, bias, penalties."""
-    if not _edits(sample):
-        return None
-    params, values = sample.request.params, logits.copy()
+def _edit(values, sample):
+    """Change a row of logits in place, in vLLM's order: tokens that may not end the text yet, bias, penalties."""
+    params = sample.request.params
     if sample.n_generated < params.min_tokens:
         values[list(sample.request.stop_ids)] = -np.inf
     if params.logit_bias:
@@ -128,4 +131,3 @@ def _edited(logits, sample):
         ids = np.fromiter(sample.counts, np.int64, len(sample.counts))
         times = np.fromiter(sample.counts.values(), np.float32, len(sample.counts))
         values[ids] -= np.float32(params.frequency_penalty) * times + np.float32(params.presence_penalty)
-    return values
