@@ -208,6 +208,19 @@ def test_prompt_logprobs(model):
     assert llm.generate([[9]], params, use_tqdm=False)[0].prompt_logprobs == [None]
 
 
+def test_prompt_logprobs_of_many_take_turns(model):
+    """A step gives 64 rows of logits for them, whoever asks."""
+    prompts, most = [ids(i, 60) for i in range(5)], []
+    llm = LLM(model, n_blocks=64)
+    rows, llm._engine.sampler.rows = llm._engine.sampler.rows, lambda n: most.append(n) or rows(n)
+    params = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=0)
+    outs = llm.generate(prompts, params, use_tqdm=False)
+    assert max(most) <= 64 + 5
+    for prompt, out in zip(prompts, outs):
+        alone, = LLM(model, n_blocks=64).generate([prompt], params, use_tqdm=False)
+        assert (out.prompt_logprobs, out.outputs) == (alone.prompt_logprobs, alone.outputs)
+
+
 def test_all_logprobs(model):
     out, = LLM(model, n_blocks=8).generate([[1, 2]], SamplingParams(max_tokens=2, logprobs=-1), use_tqdm=False)
     assert [len(each) for each in out.outputs[0].logprobs] == [VOCAB, VOCAB]

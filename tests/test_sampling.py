@@ -201,6 +201,19 @@ def test_a_draw_does_not_depend_on_the_others_or_on_threads(threads):
         assert _core.sample(logits, each[::-1].copy()).tolist() == alone[::-1]
 
 
+def test_every_instruction_set_gives_the_same_bits():
+    logits = np.stack([random_logits(i, 5003, 4.0) for i in range(8)])
+    each = np.array([SamplingParams(**rule)._draw(i % 8, 7, i, i) for i, rule in enumerate(RULES * 8)], _core.DRAW)
+    rows, before, got = np.arange(8), _core.isa(), []
+    try:
+        for name in _core.available_isas():
+            _core._set_isa(name)
+            got.append((_core.sample(logits, each).tolist(), _core.logprobs(logits, rows, rows, 9)[0].tobytes()))
+    finally:
+        _core._set_isa(before)
+    assert got == [got[0]] * len(got)
+
+
 def test_seed_sample_and_position_enter_the_key():
     keys = [(1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3), (1, 3, 2), (2**64 - 1, 2, 3), (1, 2**64 - 1, 3),
             (1, 2, 2**64 - 1)]  # fmt: skip

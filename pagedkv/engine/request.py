@@ -1,13 +1,8 @@
 """A request and its samples: tokens so far, text so far, and why they end."""
 
-import sys
-
 import numpy as np
 
 from pagedkv.engine.outputs import CompletionOutput, RequestOutput
-
-# Rows of a step that give log-probabilities of the prompt: each takes a row of logits.
-PROMPT_LOGPROB_ROWS = 64
 
 
 class Request:
@@ -107,11 +102,6 @@ class Sample:
         request = self.request
         return (self.index == 0 and request.prompt_logprobs is not None
                 and len(request.prompt_logprobs) < len(request.prompt_ids))
-
-    @property
-    def max_rows(self):
-        """Rows that it may compute in one step."""
-        return PROMPT_LOGPROB_ROWS if self.needs_prompt_logits else sys.maxsize
 
     def seen_ids(self):
         """Distinct ids of the prompt and of the text so far, an int64 array."""

@@ -5,6 +5,9 @@ from bisect import insort
 from pagedkv import _core
 from pagedkv.sequence import Sequence
 
+# Rows of a step that give log-probabilities of prompts: each takes a row of logits, 200 kB with 49,152 of them.
+PROMPT_LOGPROB_ROWS = 64
+
 
 class Scheduler:
     """Samples that run and samples that wait, over one pool.
@@ -32,6 +35,7 @@ class Scheduler:
         self.running = []  # samples with a sequence, in their order
         self.waiting = []  # samples without one, in their order
         self.n_preemptions = 0
+        self._n_rows = self._n_logit_rows = 0  # of the next step, not given to anybody yet
 
     def add(self, sample):
         """Let a sample wait for its turn."""
@@ -82,19 +86,26 @@ class Scheduler:
             How many of its pending tokens each computes. Empty: nobody waits or runs, or (where somebody outside holds
             blocks) the first that waits does not fit.
         """
+        self._n_rows, self._n_logit_rows = self.max_num_batched_tokens, PROMPT_LOGPROB_ROWS
         rows, n_taken = self._go_on()
+        self._n_rows = self.max_num_batched_tokens - sum(n for _, n in rows)
         # What prompts under way still need after this step.
         n_taken += sum(self._n_blocks(len(sample.tokens)) - self._n_blocks(len(sample.seq) + n) for sample, n in rows)
-        return rows + self._admit(self.max_num_batched_tokens - sum(n for _, n in rows), n_taken)
+        return rows + self._admit(n_taken)
+
+    def _share(self, sample):
+        """The rows that a sample gets of those left of this step."""
+        n = min(sample.n_pending, self._n_rows)
+        if sample.needs_prompt_logits:
+            n = min(n, self._n_logit_rows)
+            self._n_logit_rows -= n
+        self._n_rows -= n
+        return n
 
     def _go_on(self):
         """Rows of those that run, who decode first, so that no prompt keeps them waiting; and the blocks they take."""
-        budget, rows = self.max_num_batched_tokens, []
-        for sample in sorted(self.running, key=lambda each: each.n_pending > 1):
-            n = min(sample.n_pending, budget, sample.max_rows)
-            if n:
-                rows.append((sample, n))
-                budget -= n
+        order = sorted(self.running, key=lambda each: each.n_pending > 1)
+        rows = [(sample, n) for sample in order if (n := self._share(sample))]
         while True:
             needed = _core.blocks_needed([sample.seq for sample, _ in rows], [n for _, n in rows])
             if self._free(needed):
@@ -115,13 +126,13 @@ class Scheduler:
             self.cache.evict(short)
         return True
 
-    def _admit(self, budget, n_taken):
+    def _admit(self, n_taken):
         """Start those who wait, oldest first, while rows and blocks are left. n_taken: blocks that are spoken for.
 
         A sample starts where all its rows fit beside what the prompts under way still need, and not only the first
         chunk: else long prompts would push each other out halfway."""
         rows, block_size = [], self.pool.block_size
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+        while self.waiting and self._n_rows > 0 and len(self.running) < self.max_num_seqs:
             sample = self.waiting[0]
             path = [] if sample.needs_prompt_logits else self.cache.find(sample.tokens)
             self.cache.hold(path)
@@ -142,9 +153,9 @@ class Scheduler:
             if sample.request.n_cached is None:
                 sample.request.n_cached = n_rows
             self.running.append(self.waiting.pop(0))
-            n = min(sample.n_pending, budget, sample.max_rows)
-            rows.append((sample, n))
-            budget -= n
             n_taken += needed
+            n = self._share(sample)
+            if n:
+                rows.append((sample, n))
         self.running.sort(key=lambda each: each.order)
         return rows
