@@ -1,4 +1,4 @@
-"""The command: ``pagedkv generate`` and ``pagedkv info``.
+"""The command: ``pagedkv generate``, of one prompt or of a file of them, and ``pagedkv info``.
 
 Nothing of the package is imported before :func:`main` runs, so that a bad environment variable or Ctrl-C during the
 imports ends like any other bad input or Ctrl-C.
@@ -116,7 +116,20 @@ def _parser():
     command.add_argument("--seed", type=int, default=0, help="same seed, same text, on every machine (default: 0)")
     command.add_argument("--threads", type=_count, metavar="N", help="threads (default: the physical cores)")
     command.add_argument("--quiet", action="store_true", help="only the text, and the headers of several samples: no "
-                         "last line of statistics")  # fmt: skip
+                         "last line of statistics; of a batch, no progress")  # fmt: skip
+    group = command.add_argument_group(
+        "batches", "A file of prompts becomes a file of rows, one JSON object a line: {\"prompt\": ...}, "
+        "{\"messages\": [...]} or {\"prompt_token_ids\": [...]}, with \"id\" and sampling parameters of their own where "
+        "they differ from those above (--seed is that of every line). Rows are written as they are finished, in that "
+        "order. The same command again goes on where it was cut off; rows that are deleted run again. A line that "
+        "cannot be run gives a row with \"error\" and exit status 1. See docs/formats.md.")  # fmt: skip
+    group.add_argument("--input", metavar="FILE", help="prompts; '-' is standard input")
+    group.add_argument("--output", metavar="FILE", help="rows; '-' (the default) is standard output, where nothing can "
+                       "go on")  # fmt: skip
+    group.add_argument("--overwrite", action="store_true", help="begin anew, and lose what --output holds")
+    group.add_argument("--max-num-seqs", type=_count, metavar="N", help="samples at the same time (default: 64)")
+    group.add_argument("--n-blocks", type=_count, metavar="N", help=f"blocks of the KV cache, of {BLOCK_SIZE} tokens "
+                       "(default: what all may need, or half of the available memory)")  # fmt: skip
     command.set_defaults(run=_generate)
 
     command = commands.add_parser("info", help="print a model's configuration",
@@ -276,6 +289,11 @@ def _check_memory(config, n, n_rows, n_blocks):
 
 
 def _generate(args):
+    if args.input is not None:
+        return _generate_batch(args)
+    for name in ("output", "overwrite", "max_num_seqs", "n_blocks"):
+        if getattr(args, name):
+            raise UsageError(f"--{name.replace('_', '-')} needs --input (see pagedkv generate --help)")
     import pagedkv as pk
     from pagedkv.generate import blocks_needed, generate
     from pagedkv.tokenizer import Tokenizer
@@ -337,7 +355,7 @@ def _generate(args):
         raise
     ended = time.perf_counter()
     if args.quiet:
-        return
+        return 0
     # The first tokens come of the prompt's logits: no step of decoding made them.
     rate = f"{n_decoded / (ended - first):.1f} tokens/s" if n_decoded else "no token decoded after the prompt's"
     stopped = ("none ended by itself" if not n_stopped else "1 ended by itself" if n_stopped == 1
@@ -345,6 +363,95 @@ def _generate(args):
     _write(f"[{_n(n_tokens, 'token')} in {_n(args.n, 'sample')}, {rate} on {_n(pk.get_num_threads(), 'thread')}; "
            f"{stopped}; prompt of {_n(len(ids), 'token')} in {sampling.first_s - started:.2f} s; "
            f"{_n(most_used, 'block')} used, {most_alone - most_used:,} saved by sharing]\n")  # fmt: skip
+    return 0
+
+
+# ---- generate --input ---------------------------------------------------------------------------
+
+
+def _open_input(name):
+    if name != "-":
+        return open(name, "rb")
+    if sys.stdin is None:
+        raise UsageError("standard input is closed; give the prompts as a file")
+    return sys.stdin.buffer
+
+
+def _generate_batch(args):
+    import pagedkv as pk
+    from pagedkv import batch
+    from pagedkv.engine.core import Engine
+    from pagedkv.tokenizer import Tokenizer
+
+    if args.prompt is not None:
+        raise UsageError("give a prompt or --input, not both")
+    if args.seed < 0:
+        raise UsageError(f"seed must be in [0, 2**64), not {args.seed}")
+    defaults = pk.SamplingParams(n=args.n, max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k,
+                                 top_p=args.top_p, seed=args.seed)  # fmt: skip
+    try:
+        batch.check_params(defaults)
+    except batch.LineError as error:
+        raise UsageError(error.message) from None
+    # All that a row depends on beside its line and the model's file.
+    settings = {"sampling": batch.changed_params(defaults), "chat": args.chat}
+    if args.threads:
+        pk.set_num_threads(args.threads)
+    lines = batch.Input(_open_input(args.input), "standard input" if args.input == "-" else args.input)
+    output = (batch.RowStream(lambda row: _write(row.decode()), "standard output") if args.output in (None, "-")
+              else batch.open_output(args.output, lines, args.overwrite))  # fmt: skip
+    try:
+        with _open(args.model) as file:
+            # All that can be refused is, before the weights are read.
+            has_tokenizer = dict(_tokenizer_rows(file))["tokenizer"] != "none"
+            tokenizer = Tokenizer.from_model_file(file) if has_tokenizer else None
+            stamp = batch.Stamp(file, tokenizer, settings)
+            plan = batch.make_plan(lines, output, stamp)
+            outcome = batch.Outcome(plan.n_rows, plan.n_done, plan.n_errors)
+            output.open()
+            model = pk.LlamaModel.from_file(file) if plan.n_done < plan.n_rows else None
+        started = time.perf_counter()
+        if model is not None:
+            n_seqs = args.max_num_seqs or 64
+            pool = model.new_pool(n_blocks=args.n_blocks, block_size=BLOCK_SIZE, n_seqs=n_seqs)
+            engine = Engine(model, pool, n_seqs, 512)
+            progress = batch.Progress(plan, engine, None if args.quiet else sys.stderr)
+            with batch.stop_signals() as received:
+                try:
+                    batch.run(engine, lines, plan, output, stamp, defaults, args.chat, outcome, progress, received)
+                except OSError as error:
+                    raise UsageError(f"{_sentence(error)}; {_so_far(outcome, output)}") from None
+                finally:
+                    progress.close()
+    finally:
+        output.close()
+        if args.input != "-":
+            lines.file.close()
+    return _end_batch(args, plan, outcome, output, time.perf_counter() - started)
+
+
+def _so_far(outcome, output):
+    """What there is after a batch was cut off, and how it goes on."""
+    rows = f"{outcome.n_done:,} of {_n(outcome.n_rows, 'row')}"
+    return (f"{rows} are in {output.name}, and the same command goes on from there" if output.is_file
+            else f"{rows} were written")  # fmt: skip
+
+
+def _end_batch(args, plan, outcome, output, seconds):
+    """Say how a batch ended; returns the exit status."""
+    if outcome.signal is not None:
+        _say(f"pagedkv: stopped: {_so_far(outcome, output)}")
+        return 128 + outcome.signal
+    if outcome.n_too_large:
+        _say(f"pagedkv: {_n(outcome.n_too_large, 'line')} of {_n(outcome.n_rows, 'line')} got no row: more blocks are "
+             f"needed than the pool has; the same command with --n-blocks {outcome.n_blocks_needed} runs them")  # fmt: skip
+    if not args.quiet:
+        errors = f", {outcome.n_errors:,} of them with an error" if outcome.n_errors else ""
+        before = f", {plan.n_done:,} from before" if plan.n_done else ""
+        speed = (f"; {_n(outcome.n_tokens, 'token')} in {seconds:.1f} s, {outcome.n_tokens / seconds:.1f} tokens/s"
+                 if outcome.n_tokens else "")  # fmt: skip
+        _say(f"pagedkv: {_n(outcome.n_done, 'row')} in {output.name}{errors}{before}{speed}")
+    return 1 if outcome.n_errors or outcome.n_too_large else 0
 
 
 # ---- info ---------------------------------------------------------------------------------------
@@ -408,6 +515,7 @@ def _info(args):
                   f"each token in the KV cache: {full} for a full context")]  # fmt: skip
     width = max(len(name) for name, _ in rows)
     _write("".join(f"{name:<{width}}  {value}\n" for name, value in rows))
+    return 0
 
 
 # ---- main ---------------------------------------------------------------------------------------
@@ -422,7 +530,7 @@ def _run(argv):
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: _say(f"pagedkv: warning: {message}")
         args = _parse(argv)
-        args.run(args)
+        return args.run(args)
 
 
 def main(argv=None):
@@ -436,12 +544,12 @@ def main(argv=None):
     Returns
     -------
     int
-        The exit status: 0, 2 for bad input or a full disk, 130 for Ctrl-C.
+        The exit status: 0, 1 for a batch with lines that failed, 2 for bad input or a full disk, 130 for Ctrl-C,
+        143 for a batch that SIGTERM stopped.
     """
     try:
         try:
-            _run(argv)
-            return 0
+            return _run(argv)
         except SystemExit as end:  # after --help and --version
             return end.code or 0
         except _ReaderGone:
