@@ -40,7 +40,7 @@ MAX_LINE_NBYTES = 64 << 20  # a prompt of some ten million tokens
 # keeps an object a log-probability.
 MAX_SAMPLES, MAX_LOGPROBS = 4096, 100
 SYNC_S = 5.0  # between calls of fsync: what a power failure may cost
-REPORT_S = 30.0  # between lines of progress where no terminal is
+BAR_S, REPORT_S = 0.5, 30.0  # between what is shown on a terminal, and elsewhere
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
 _PARAMS = {each.name: each.type for each in fields(SamplingParams)}
 _OWN = SamplingParams()
@@ -440,6 +440,7 @@ class RowFile:
 
     def __init__(self, path, overwrite=False):
         self.name, self._overwrite = path, overwrite
+        path = self._path = os.path.realpath(path)  # a link may name a file that is yet to be made
         self._end = 0  # of the last whole row
         self._synced_s, self._is_synced = time.monotonic(), True
         self.fd = None
@@ -486,7 +487,7 @@ class RowFile:
         """Make the file ready for the next row; creates it where it is missing."""
         if self.fd is None:
             try:
-                self.fd = os.open(self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
+                self.fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
             except FileExistsError:
                 raise BatchError(f"another process has begun to write to {self.name}") from None
             self._lock()
@@ -701,18 +702,28 @@ class Progress:
 
     def __init__(self, plan, engine, stream):
         self._engine, self._stream, self._bar = engine, stream, None
-        self._n_rows, self._n_done = plan.n_rows, plan.n_done
-        self._n_before, self._started_s = plan.n_done, time.monotonic()
-        self._shown_s = self._started_s
+        self._n_rows, self._n_done, self._n_before = plan.n_rows, plan.n_done, plan.n_done
+        self._started_s = self._shown_s = time.monotonic()
         if stream is not None and stream.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=plan.n_rows, initial=plan.n_done, unit="row", file=stream, dynamic_ncols=True)
+            self._bar = tqdm(total=plan.n_rows, initial=plan.n_done, file=stream, dynamic_ncols=True,
+                             bar_format="{percentage:3.0f}%|{bar}| {n:,}/{total:,} rows{postfix}")  # fmt: skip
 
-    def _figures(self):
-        stats, pool = self._engine.stats(), self._engine.pool
-        rate = stats["tokens"] / max(1e-9, time.monotonic() - self._started_s)
-        return f"{rate:,.1f} tokens/s, {stats['blocks_used']:,}/{pool.n_blocks:,} blocks"
+    def _figures(self, now):
+        stats, n_blocks = self._engine.stats(), self._engine.pool.n_blocks
+        rate = stats["tokens"] / max(1e-9, now - self._started_s)
+        # Rows that are half there count half, or the first ones would seem to take for ever.
+        n_new = self._n_done - self._n_before + self._n_begun()
+        left = _duration((now - self._started_s) * max(0.0, (self._n_rows - self._n_before) / n_new - 1)) if n_new else "?"
+        return f"{rate:,.1f} tokens/s, {stats['blocks_used']:,}/{n_blocks:,} blocks, {left} to go"
+
+    def _n_begun(self):
+        """Of the requests that run, the parts that are there, each of its longest possible text."""
+        scheduler = self._engine.scheduler
+        requests = {sample.request.number: sample.request for sample in (*scheduler.running, *scheduler.waiting)}
+        return sum((1.0 if sample.finish_reason else sample.n_generated / request.max_tokens) / request.params.n
+                   for request in requests.values() for sample in request.samples)  # fmt: skip
 
     def show(self, n_new):
         """Called after each step, with the rows that it finished."""
@@ -720,17 +731,15 @@ class Progress:
             return
         self._n_done += n_new
         now = time.monotonic()
+        if now - self._shown_s < (REPORT_S if self._bar is None else BAR_S):
+            return
+        self._shown_s = now
         try:
             if self._bar is not None:
-                self._bar.update(n_new)
-                if now - self._shown_s >= 0.5:
-                    self._shown_s = now
-                    self._bar.set_postfix_str(self._figures())
-            elif now - self._shown_s >= REPORT_S:
-                self._shown_s = now
-                left_s = (self._n_rows - self._n_done) * (now - self._started_s) / max(1, self._n_done - self._n_before)
-                left = _duration(left_s) if self._n_done > self._n_before else "unknown time"
-                self._stream.write(f"pagedkv: {self._n_done:,} of {self._n_rows:,} rows, {self._figures()}, {left} to go\n")
+                self._bar.n = self._n_done
+                self._bar.set_postfix_str(self._figures(now))
+            else:
+                self._stream.write(f"pagedkv: {self._n_done:,} of {self._n_rows:,} rows, {self._figures(now)}\n")
                 self._stream.flush()
         except OSError:  # nobody reads it any more; the rows matter
             self._stream = self._bar = None
@@ -738,6 +747,8 @@ class Progress:
     def close(self):
         try:
             if self._bar is not None:
+                self._bar.n = self._n_done
+                self._bar.set_postfix_str(self._figures(time.monotonic()))
                 self._bar.close()
         except OSError:
             pass
@@ -798,8 +809,8 @@ def run(engine, lines, plan, output, stamp, defaults, chat, outcome, progress, r
 
     Raises
     ------
-    OSError
-        A row could not be written; the rows before it are there.
+    OSError, BatchError
+        A row could not be written; the input has lost lines. The rows before are there.
     """
     most = 2 * engine.scheduler.max_num_seqs
     going, n_samples = {}, 0  # request number -> Line; samples of them
@@ -846,6 +857,8 @@ def run(engine, lines, plan, output, stamp, defaults, chat, outcome, progress, r
             outcome.n_tokens += row["usage"]["completion_tokens"]
             finish(line, row)
         progress.show(outcome.n_done - n_before)
+    if outcome.signal is None and outcome.n_done + outcome.n_too_large < outcome.n_rows:
+        raise BatchError(f"{lines.name} was changed while it was read")
 
 
 def _requests(lines, plan, engine, defaults, chat):

@@ -419,7 +419,7 @@ def _generate_batch(args):
             with batch.stop_signals() as received:
                 try:
                     batch.run(engine, lines, plan, output, stamp, defaults, args.chat, outcome, progress, received)
-                except OSError as error:
+                except (OSError, MemoryError, batch.BatchError) as error:
                     raise UsageError(f"{_sentence(error)}; {_so_far(outcome, output)}") from None
                 finally:
                     progress.close()

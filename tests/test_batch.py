@@ -68,11 +68,20 @@ def sorted_lines(path):
     return sorted(path.read_bytes().splitlines(keepends=True), key=lambda raw: json.loads(raw)["line"])
 
 
+@pytest.fixture(scope="module")
+def rows_of_lines(tmp_path_factory, gguf):
+    """The output of one run of LINES, bytes."""
+    folder = tmp_path_factory.mktemp("rows")
+    source, target = write_lines(folder / "in", LINES), folder / "out"
+    assert cli.main(["generate", "--model", str(gguf), "--input", str(source), "--output", str(target), *FLAGS]) == 1
+    return target.read_bytes()
+
+
 @pytest.fixture
-def whole(run, tmp_path):
+def whole(rows_of_lines, tmp_path):
     """Input and output of one run of LINES."""
     source, target = write_lines(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
-    assert run("--input", source, "--output", target, *FLAGS, "--quiet") == (1, "", "")
+    target.write_bytes(rows_of_lines)
     return source, target
 
 
@@ -273,24 +282,36 @@ def test_a_pool_too_small_is_no_fault_of_the_line(run, whole, tmp_path):
 # ---- Going on -----------------------------------------------------------------------------------
 
 
-def test_cut_at_every_byte_of_the_last_two_rows(run, tmp_path, monkeypatch):
+def test_cut_at_every_byte_of_the_last_two_rows(run, tmp_path, gguf):
+    """As the command does it, but with one model and engine for all."""
     source = write_lines(tmp_path / "in", ["Hi", {"id": "é", "prompt": "né"}, {"prompt": 5}, "a"])
-    target, args = tmp_path / "out", ("--max-tokens", 3, "--quiet", "--n-blocks", 20)
-    model, cuts = [], 0
-    from_file = pk.LlamaModel.from_file
-    monkeypatch.setattr(pk.LlamaModel, "from_file", lambda file: model[0] if model else model.append(from_file(file)) or model[0])
+    target, args = tmp_path / "out", ("--max-tokens", 3)
     run("--input", source, "--output", target, *args)
     data, want = target.read_bytes(), sorted_lines(target)
     begin = len(b"".join(data.splitlines(keepends=True)[:-2]))
+    assert len(data) - begin > 300
+    model = pk.LlamaModel.load(gguf)
+    engine = Engine(model, model.new_pool(n_blocks=20), 64, 512)
+    params = pk.SamplingParams(max_tokens=3, temperature=0.8, top_p=0.95, seed=0)
+    lines = batch.Input(io.BytesIO(source.read_bytes()), "lines")
+
+    class SameStamp:
+        _, model, settings = read_rows(target)[0]["digest"].split("-")
+        row_digest = batch.Stamp.row_digest
+
     # And what a power failure may leave: zeros after what reached the disk.
     for left in (*(data[:end] for end in range(begin, len(data) + 1)), data[:begin] + bytes(5000),
                  data[:begin + 20] + bytes(5000)):  # fmt: skip
         target.write_bytes(left)
-        assert run("--input", source, "--output", target, *args)[::2] == (1, "")
-        assert target.read_bytes()[:begin] == data[:begin]
-        assert sorted_lines(target) == want
-        cuts += 1
-    assert cuts > 300
+        output = batch.open_output(str(target), lines)
+        plan = batch.make_plan(lines, output, SameStamp())
+        assert target.read_bytes() == left
+        output.open()
+        outcome, progress = batch.Outcome(plan.n_rows, plan.n_done, plan.n_errors), batch.Progress(plan, engine, None)
+        batch.run(engine, lines, plan, output, SameStamp(), params, False, outcome, progress)
+        output.close()
+        assert target.read_bytes()[:begin] == data[:begin] and sorted_lines(target) == want
+        assert (outcome.n_done, outcome.n_errors) == (4, 1)
 
 
 def test_deleted_rows_run_again(run, whole):
@@ -373,6 +394,14 @@ def test_other_files_are_left_alone(run, tmp_path, content):
     assert (tmp_path / "out").read_bytes() == content
 
 
+def test_a_link_to_a_file_to_be_made(run, tmp_path):
+    source = write_lines(tmp_path / "in", ["Hi"])
+    os.symlink("made", tmp_path / "link")
+    for _ in range(2):
+        assert run("--input", source, "--output", tmp_path / "link", *FLAGS)[0] == 0
+        assert len(read_rows(tmp_path / "made")) == 1 and (tmp_path / "link").is_symlink()
+
+
 def test_two_rows_of_one_id_are_refused(run, whole):
     source, target = whole
     target.write_bytes(target.read_bytes() * 2)
@@ -447,6 +476,16 @@ def test_only_a_window_of_the_input_is_in_memory(gguf, monkeypatch):
     outcome = batch.Outcome(plan.n_rows, 0, 0)
     batch.run(engine, lines, plan, output, NoStamp(), params, False, outcome, batch.Progress(plan, engine, None))
     assert outcome.n_done == 3 and engine.pool.n_free + engine.stats()["blocks_cached"] == 400
+
+
+def test_an_input_that_loses_lines(gguf):
+    engine, lines, plan = parts_of(gguf, ["Hi"] * 3, n_seqs=2)
+    plan.is_done += bytes(1)
+    outcome, progress = batch.Outcome(plan.n_rows, 0, 0), batch.Progress(plan, engine, None)
+    output = batch.RowStream(lambda row: None, "rows")
+    with pytest.raises(batch.BatchError, match="lines was changed while it was read"):
+        batch.run(engine, lines, plan, output, NoStamp(), pk.SamplingParams(), False, outcome, progress)
+    assert outcome.n_done == 3
 
 
 def test_a_signal_between_steps_stops_the_run(gguf):
