@@ -1,8 +1,9 @@
 """Offline batches: a file of prompts in, a file of rows out, one JSON object a line (the formats: docs/formats.md).
 
-Rows are written as their requests finish, each whole, so that whatever ends the run - Ctrl-C, kill -9, a full disk - the
-file holds finished rows and at most the beginning of one more. The same command then goes on. Writing in the order of
-the input instead would hold finished rows back behind a slow one, and lose them; ``line`` in each row gives the order.
+Rows are written as their requests finish, each whole, so that whatever ends the run - Ctrl-C, kill -9, a full disk -
+the file holds finished rows and at most the beginning of one more. The same command then goes on. Writing in the order
+of the input instead would hold finished rows back behind a slow one, and lose them; ``line`` in each row gives the
+order.
 
 A row depends on its line, the model and the parameters alone: the engine's tokens do not depend on what runs beside
 them, and a line's seed is its own or the command's, never one of arrival. So pieces of a run add up to the whole run,
@@ -197,7 +198,8 @@ def _digest(*parts):
 
 _WORDS = {
     int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null",
-    list[str]: "a list of texts", list[int]: "a list of integers", dict[int, float]: "an object of token ids and numbers",
+    list[str]: "a list of texts", list[int]: "a list of integers",
+    dict[int, float]: "an object of token ids and numbers",
 }  # fmt: skip
 
 
@@ -707,15 +709,19 @@ class Progress:
         if stream is not None and stream.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=plan.n_rows, initial=plan.n_done, file=stream, dynamic_ncols=True,
-                             bar_format="{percentage:3.0f}%|{bar}| {n:,}/{total:,} rows{postfix}")  # fmt: skip
+            try:
+                self._bar = tqdm(total=plan.n_rows, initial=plan.n_done, file=stream, dynamic_ncols=True,
+                                 bar_format="{percentage:3.0f}%|{bar}| {n:,}/{total:,} rows{postfix}")  # fmt: skip
+            except OSError:
+                self._stream = None
 
     def _figures(self, now):
         stats, n_blocks = self._engine.stats(), self._engine.pool.n_blocks
         rate = stats["tokens"] / max(1e-9, now - self._started_s)
         # Rows that are half there count half, or the first ones would seem to take for ever.
         n_new = self._n_done - self._n_before + self._n_begun()
-        left = _duration((now - self._started_s) * max(0.0, (self._n_rows - self._n_before) / n_new - 1)) if n_new else "?"
+        n_left = self._n_rows - self._n_before - n_new
+        left = _duration((now - self._started_s) * max(0.0, n_left / n_new)) if n_new else "?"
         return f"{rate:,.1f} tokens/s, {stats['blocks_used']:,}/{n_blocks:,} blocks, {left} to go"
 
     def _n_begun(self):

@@ -120,7 +120,7 @@ def _parser():
     group = command.add_argument_group(
         "batches", "A file of prompts becomes a file of rows, one JSON object a line: {\"prompt\": ...}, "
         "{\"messages\": [...]} or {\"prompt_token_ids\": [...]}, with \"id\" and sampling parameters of their own where "
-        "they differ from those above (--seed is that of every line). Rows are written as they are finished, in that "
+        "they differ from those above; --seed is that of every line. Rows are written as they are finished, in that "
         "order. The same command again goes on where it was cut off; rows that are deleted run again. A line that "
         "cannot be run gives a row with \"error\" and exit status 1. See docs/formats.md.")  # fmt: skip
     group.add_argument("--input", metavar="FILE", help="prompts; '-' is standard input")
@@ -443,8 +443,8 @@ def _end_batch(args, plan, outcome, output, seconds):
         _say(f"pagedkv: stopped: {_so_far(outcome, output)}")
         return 128 + outcome.signal
     if outcome.n_too_large:
-        _say(f"pagedkv: {_n(outcome.n_too_large, 'line')} of {_n(outcome.n_rows, 'line')} got no row: more blocks are "
-             f"needed than the pool has; the same command with --n-blocks {outcome.n_blocks_needed} runs them")  # fmt: skip
+        _say(f"pagedkv: {outcome.n_too_large:,} of {_n(outcome.n_rows, 'line')} got no row: more blocks are needed than "
+             f"the pool has; the same command with --n-blocks {outcome.n_blocks_needed} runs them all")  # fmt: skip
     if not args.quiet:
         errors = f", {outcome.n_errors:,} of them with an error" if outcome.n_errors else ""
         before = f", {plan.n_done:,} from before" if plan.n_done else ""

@@ -109,12 +109,13 @@ def test_rows_are_those_of_each_prompt_alone(whole, gguf):
             given["max_tokens"] = CONFIG.context_len - 12
         given["logit_bias"] = {int(token): value for token, value in given.get("logit_bias", {}).items()}
         llm, params = pk.LLM(model, n_blocks=400), pk.SamplingParams(**given)
-        (want,) = llm.chat(messages, params, use_tqdm=False) if messages else llm.generate(prompt, params, use_tqdm=False)
+        (want,) = llm.chat(messages, params, False) if messages else llm.generate(prompt, params, False)
         assert len(row["outputs"]) == len(want.outputs) == given.get("n", 1)
         for got, each in zip(row["outputs"], want.outputs):
             logprobs = got.pop("logprobs", None)
             assert got.pop("cumulative_logprob", None) == each.cumulative_logprob
-            assert got == {name: getattr(each, name) for name in ("index", "text", "token_ids", "finish_reason", "stop_reason")}
+            names = "index", "text", "token_ids", "finish_reason", "stop_reason"
+            assert got == {name: getattr(each, name) for name in names}
             assert (logprobs is None) == (each.logprobs is None)
             for place, other in zip(logprobs or (), each.logprobs or (), strict=True):
                 assert place == {str(token): {"logprob": p.logprob, "rank": p.rank, "decoded_token": p.decoded_token}
@@ -272,8 +273,8 @@ def test_a_pool_too_small_is_no_fault_of_the_line(run, whole, tmp_path):
     args = ("--input", source, "--output", again, *FLAGS)
     status, _, errors = run(*args, "--n-blocks", 5)
     assert status == 1 and len(read_rows(again)) == len(LINES) - 1
-    assert errors.startswith("pagedkv: 1 line of 9 lines got no row: more blocks are needed than the pool has; the "
-                             "same command with --n-blocks 188 runs them\n")  # fmt: skip
+    assert errors.startswith("pagedkv: 1 of 9 lines got no row: more blocks are needed than the pool has; the same "
+                             "command with --n-blocks 188 runs them all\n")  # fmt: skip
     assert run(*args, "--n-blocks", 187)[0] == 1 and len(read_rows(again)) == len(LINES) - 1
     run(*args, "--n-blocks", 188)
     assert sorted_lines(again) == sorted_lines(target)
@@ -326,7 +327,8 @@ def test_lines_that_are_added_run(run, whole):
     source, target = whole
     before = target.read_bytes()
     source.write_text(source.read_text() + '{"id": "new", "prompt": "a"}\n')
-    assert f" rows in {target}, 1 of them with an error, 9 from before; " in run("--input", source, "--output", target, *FLAGS)[2]
+    errors = run("--input", source, "--output", target, *FLAGS)[2]
+    assert f" rows in {target}, 1 of them with an error, 9 from before; " in errors
     assert target.read_bytes().startswith(before) and len(read_rows(target)) == 10
 
 
@@ -502,18 +504,42 @@ def test_a_signal_between_steps_stops_the_run(gguf):
     assert outcome.signal == signal.SIGTERM and 1 <= len(rows) == outcome.n_done < 20
 
 
-def test_progress(run, whole, monkeypatch, capsys):
+def test_progress(run, whole, monkeypatch):
     source, target = whole
     rows = target.read_bytes().splitlines(keepends=True)
     target.write_bytes(b"".join(rows[:2]))
     monkeypatch.setattr(batch, "REPORT_S", 0.0)
+    monkeypatch.setattr(batch, "BAR_S", 0.0)
     errors = run("--input", source, "--output", target, *FLAGS)[2]
     assert re.search(r"\npagedkv: [3-9] of 9 rows, [\d.,]+ tokens/s, \d+/[\d,]+ blocks, \d+:\d\d:\d\d to go\n", errors)
+    target.write_bytes(b"".join(rows[:2]))
+    assert run("--input", source, "--output", target, *FLAGS, "--quiet")[2] == ""
     target.write_bytes(b"".join(rows[:2]))
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     run("--input", source, "--output", target, *FLAGS)
-    assert "9/9" in terminal.getvalue() and "row" in terminal.getvalue()
+    shown = terminal.getvalue()
+    assert re.search(r" [3-8]/9 rows, [\d.,]+ tokens/s, \d+/[\d,]+ blocks, \d+:\d\d:\d\d to go", shown)
+    assert re.search(r"100%.* 9/9 rows, [\d.,]+ tokens/s, 0/[\d,]+ blocks, 0:00:00 to go\n", shown)
+    assert shown.endswith(" tokens/s\n") and "\npagedkv: 9 rows in " in shown
+
+
+def test_progress_that_nobody_reads(run, whole, monkeypatch):
+    class Gone(Terminal):
+        def write(self, text):
+            raise BrokenPipeError
+
+    source, target = whole
+    rows, want = target.read_bytes().splitlines(keepends=True), sorted_lines(target)
+    monkeypatch.setattr(batch, "REPORT_S", 0.0)
+    monkeypatch.setattr(batch, "BAR_S", 0.0)
+    for is_terminal in (False, True):
+        target.write_bytes(b"".join(rows[:2]))
+        monkeypatch.setattr(Gone, "isatty", lambda self, is_terminal=is_terminal: is_terminal)
+        with monkeypatch.context() as context:
+            context.setattr(sys, "stderr", Gone())
+            status = run("--input", source, "--output", target, *FLAGS)[0]
+        assert status == 1 and sorted_lines(target) == want
 
 
 def test_durations():
@@ -601,7 +627,8 @@ def test_a_file_that_may_not_grow(long_run, tmp_path, gguf):
     source, want = long_run
     target = tmp_path / "out"
     args, total = batch_args(source, target, gguf), sum(map(len, want))
-    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (%d,) * 2); from pagedkv import cli; sys.exit(cli.main())"
+    code = ("import resource, sys; from pagedkv import cli; resource.setrlimit(resource.RLIMIT_FSIZE, (%d,) * 2); "
+            "sys.exit(cli.main())")  # fmt: skip
     done = child(*args, entry=lambda *rest: [sys.executable, "-c", code % (total // 2), *map(str, rest)])
     n = len(read_rows(target))
     assert refusal(done) == (f"{target}: File too large; {n} of 61 rows are in {target}, and the same command goes on "
