@@ -96,7 +96,7 @@ def _key(row_id, number):
 
 
 class Input:
-    """The lines of a binary file that is read from its beginning, several times.
+    """The lines of a binary file from where it stands, read several times.
 
     Parameters
     ----------
@@ -105,6 +105,13 @@ class Input:
         the first step, and with the same lines again the run can be resumed.
     name : str
         For messages.
+
+    Examples
+    --------
+    >>> import io
+    >>> lines = Input(io.BytesIO(b'"Hi"\\n{"id": "b", "prompt": "Ho", "n": 2}\\n'), "two lines")
+    >>> [(line.number, line.id, line.fields) for line in lines]
+    [(1, 1, {'prompt': 'Hi'}), (2, 'b', {'prompt': 'Ho', 'n': 2})]
     """
 
     def __init__(self, file, name):
@@ -112,14 +119,15 @@ class Input:
         if not file.seekable():
             copy = tempfile.TemporaryFile()
             shutil.copyfileobj(file, copy, 1 << 20)
+            copy.seek(0)
             file = copy
-        self.file = file
+        self.file, self._begin = file, file.tell()
         self._nbytes = file.seek(0, os.SEEK_END)  # lines that come later are not seen, in neither pass
 
     def __iter__(self):
         """Yield a :class:`Line` for each that is not blank."""
-        self.file.seek(0)
-        number, at = 0, 0
+        self.file.seek(self._begin)
+        number, at = 0, self._begin
         while at < self._nbytes:
             raw = self.file.readline(min(MAX_LINE_NBYTES + 1, self._nbytes - at))
             if not raw:
@@ -358,25 +366,32 @@ def _bytes_of(row):
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
+_DIRECTORY_FILES = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+
+
 class Stamp:
     """The two parts of a row's digest that all rows of a run share.
 
     Parameters
     ----------
     file : pagedkv.formats.ModelFile
-        The model is known by its configuration, its tokenizer and three kilobytes of each tensor: another set of
-        weights differs in all of them, and to read every byte would take longer than to load the model.
-    tokenizer : Tokenizer or None
+        The model is known by its metadata, its tokenizer's among them, and three kilobytes of each tensor: another set
+        of weights differs in all of them, and to read every byte would take longer than to load the model.
     settings : dict
         All else that rows depend on, as JSON.
     """
 
-    def __init__(self, file, tokenizer, settings):
-        state = blake2b(repr(file.config).encode(), digest_size=6)
-        if tokenizer is not None:
-            state.update(tokenizer._backend.to_str().encode("utf-8", "backslashreplace"))
-            state.update(repr([tokenizer._prefix, tokenizer._suffix, tokenizer._named, tokenizer._chat_templates,
-                               tokenizer.eos_token_ids]).encode("utf-8", "backslashreplace"))  # fmt: skip
+    def __init__(self, file, settings):
+        state = blake2b(digest_size=6)
+        for name, value in sorted(file.metadata.items()):
+            # repr() of a long array is short.
+            value = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode("utf-8", "backslashreplace")
+            state.update(f"{name} {len(value)} ".encode())
+            state.update(value)
+        if file.path.is_dir():
+            for name in _DIRECTORY_FILES:
+                path = file.path / name
+                state.update(f"{name} ".encode() + (path.read_bytes() if path.is_file() else b"-"))
         for name in sorted(file.names()):
             tensor = file.tensor(name)
             state.update(f"{name} {tensor.dtype} {tensor.shape}".encode())

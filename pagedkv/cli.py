@@ -97,7 +97,7 @@ def _parser():
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
     command = commands.add_parser(
-        "generate", help="continue a prompt",
+        "generate", help="continue a prompt, or a file of them",
         description="Continue a prompt, one or several times from one prefill. Text goes to standard output as it "
         "comes, one sample after the other; the last line says how fast it was and what sharing saved.")  # fmt: skip
     command.add_argument("prompt", nargs="?", help="text to continue; standard input where missing or '-', without "
@@ -119,9 +119,9 @@ def _parser():
                          "last line of statistics; of a batch, no progress")  # fmt: skip
     group = command.add_argument_group(
         "batches", "A file of prompts becomes a file of rows, one JSON object a line: {\"prompt\": ...}, "
-        "{\"messages\": [...]} or {\"prompt_token_ids\": [...]}, with \"id\" and sampling parameters of their own where "
-        "they differ from those above; --seed is that of every line. Rows are written as they are finished, in that "
-        "order. The same command again goes on where it was cut off; rows that are deleted run again. A line that "
+        "{\"messages\": [...]} or {\"prompt_token_ids\": [...]}, with \"id\" and sampling parameters of their own "
+        "where they differ from those above; --seed is that of every line. Rows are written as they are finished, in "
+        "that order. The same command again goes on where it was cut off; rows that are deleted run again. A line that "
         "cannot be run gives a row with \"error\" and exit status 1. See docs/formats.md.")  # fmt: skip
     group.add_argument("--input", metavar="FILE", help="prompts; '-' is standard input")
     group.add_argument("--output", metavar="FILE", help="rows; '-' (the default) is standard output, where nothing can "
@@ -403,9 +403,9 @@ def _generate_batch(args):
     try:
         with _open(args.model) as file:
             # All that can be refused is, before the weights are read.
-            has_tokenizer = dict(_tokenizer_rows(file))["tokenizer"] != "none"
-            tokenizer = Tokenizer.from_model_file(file) if has_tokenizer else None
-            stamp = batch.Stamp(file, tokenizer, settings)
+            if dict(_tokenizer_rows(file))["tokenizer"] != "none":
+                Tokenizer.from_model_file(file)
+            stamp = batch.Stamp(file, settings)
             plan = batch.make_plan(lines, output, stamp)
             outcome = batch.Outcome(plan.n_rows, plan.n_done, plan.n_errors)
             output.open()
@@ -443,8 +443,8 @@ def _end_batch(args, plan, outcome, output, seconds):
         _say(f"pagedkv: stopped: {_so_far(outcome, output)}")
         return 128 + outcome.signal
     if outcome.n_too_large:
-        _say(f"pagedkv: {outcome.n_too_large:,} of {_n(outcome.n_rows, 'line')} got no row: more blocks are needed than "
-             f"the pool has; the same command with --n-blocks {outcome.n_blocks_needed} runs them all")  # fmt: skip
+        _say(f"pagedkv: {outcome.n_too_large:,} of {_n(outcome.n_rows, 'line')} got no row: more blocks are needed "
+             f"than the pool has; the same command with --n-blocks {outcome.n_blocks_needed} runs them all")
     if not args.quiet:
         errors = f", {outcome.n_errors:,} of them with an error" if outcome.n_errors else ""
         before = f", {plan.n_done:,} from before" if plan.n_done else ""

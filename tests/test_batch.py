@@ -162,6 +162,14 @@ def test_line_ends_blank_lines_and_a_byte_order_mark(run, tmp_path):
     assert sorted(row["id"] for row in read_rows(tmp_path / "out")) == [1, 4, 6]
 
 
+def test_an_input_that_was_read_from_already():
+    file = io.BytesIO(b'"a"\n"b"\n"c"')
+    file.readline()
+    lines = batch.Input(file, "lines")
+    for _ in range(2):
+        assert [(line.number, line.fields["prompt"]) for line in lines] == [(1, "b"), (2, "c")]
+
+
 def test_nothing_to_do(run, tmp_path, monkeypatch):
     (tmp_path / "in").write_bytes(b"\n")
     monkeypatch.setattr(pk.LlamaModel, "from_file", None)
