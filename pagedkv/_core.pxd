@@ -48,11 +48,19 @@ cdef extern from "pagedkv/fpenv.h" nogil:
     void pkv_fpenv_leave(uint64_t saved)
 
 
+cdef extern from "pagedkv/kv.h" nogil:
+    int64_t pkv_kv_group(int dtype)
+    int64_t pkv_kv_value_nbytes(int dtype)
+    int64_t pkv_kv_scales_nbytes(int dtype, int64_t n)
+    int64_t pkv_kv_row_nbytes(int dtype, int64_t n)
+
+
 cdef extern from "pagedkv/pool.h" nogil:
     ctypedef struct pkv_pool:
         int64_t n_blocks, n_layers, block_size, kv_dim
-        float *k
-        float *v
+        int32_t dtype
+        unsigned char *k
+        unsigned char *v
         int32_t *ref_count
         int64_t n_free
     ctypedef struct pkv_seq:
@@ -60,6 +68,8 @@ cdef extern from "pagedkv/pool.h" nogil:
         int32_t *block_table
         int64_t max_blocks, n_blocks, seq_len
     pkv_status pkv_pool_new(int64_t n_blocks, int64_t n_layers, int64_t kv_dim, int64_t block_size, pkv_pool **out)
+    pkv_status pkv_pool_new_of(int dtype, int64_t n_blocks, int64_t n_layers, int64_t kv_dim, int64_t block_size,
+                               pkv_pool **out)
     void pkv_pool_free(pkv_pool *pool)
     pkv_status pkv_alloc_block(pkv_pool *pool, int32_t *block_id)
     pkv_status pkv_ref_block(pkv_pool *pool, int64_t block_id)
@@ -101,10 +111,11 @@ cdef extern from "pagedkv/attention.h" nogil:
         int64_t n_heads, n_kv_heads, head_dim
         float scale
     ctypedef struct pkv_kv_view:
-        const float *k
-        const float *v
+        const unsigned char *k
+        const unsigned char *v
         const int32_t *block_table
-        int64_t block_stride, layer_stride, row_stride, block_size
+        int64_t block_stride, layer_stride, kv_dim, block_size
+        int32_t dtype
     ctypedef struct pkv_attn_segment:
         pkv_kv_view kv
         int64_t row, n_rows, visible, visible_step
@@ -186,7 +197,7 @@ cdef class PoolCore:
     cdef list orphans                # sequences dropped while the lock was held: freed at the next call
     cdef void reap(self)
     cdef void try_reap(self)
-    cdef view(self, float *data)
+    cdef view(self, unsigned char *data, bint scales)
 
 
 cdef class SequenceCore:

@@ -158,16 +158,36 @@ def _set_isa(str name):
 
 POOLS = weakref.WeakSet()    # whose locks a forked child makes anew
 
+# Types of K and V rows, and what NumPy sees of them (it has no bfloat16: those are the bits).
+KV_DTYPES = {"float32": PKV_F32, "float16": PKV_F16, "bfloat16": PKV_BF16, "q8_0": PKV_Q8_0}
+cdef dict KV_VIEWS = {PKV_F32: np.float32, PKV_F16: np.float16, PKV_BF16: np.uint16, PKV_Q8_0: np.int8}
+
+
+def kv_group(str dtype):
+    """Values that share a scale; 1 without scales."""
+    return pkv_kv_group(KV_DTYPES[dtype])
+
+
+def kv_row_nbytes(str dtype, int64_t kv_dim):
+    """Bytes of one row of K (or V)."""
+    return pkv_kv_row_nbytes(KV_DTYPES[dtype], kv_dim)
+
 
 @cython.no_gc_clear      # the sequences of a collected cycle still need the lock and the pool
 cdef class PoolCore:
     """Blocks, their counts and the free stack. Subclassed by :class:`pagedkv.BlockPool`."""
 
     def __cinit__(self, int64_t n_blocks, int64_t n_layers, int64_t kv_dim, int64_t block_size=16, dtype="float32"):
-        cdef pkv_status status = pkv_pool_new(n_blocks, n_layers, kv_dim, block_size, &self.ptr)
+        if dtype not in KV_DTYPES:
+            raise error(f"a pool holds {', '.join(KV_DTYPES)}, not {dtype!r}", (PkvStatus.PKV_ERR_BAD_DIM,))
+        cdef int kv_dtype = KV_DTYPES[dtype]
+        if kv_dim > 0 and kv_dim % pkv_kv_group(kv_dtype):
+            raise error(f"{dtype} has a scale for each {pkv_kv_group(kv_dtype)} values, which do not divide kv_dim "
+                        f"{kv_dim}", (PkvStatus.PKV_ERR_BAD_DIM,))
+        cdef pkv_status status = pkv_pool_new_of(kv_dtype, n_blocks, n_layers, kv_dim, block_size, &self.ptr)
         if status == PKV_ERR_NULL:
-            raise MemoryError(f"no memory for {n_blocks} blocks of {n_layers} x {block_size} x {kv_dim} floats, "
-                              "twice")
+            raise MemoryError(f"no memory for {n_blocks} blocks of {n_layers} x {block_size} x {kv_dim} values of "
+                              f"{dtype}, twice")
         if status != PKV_OK:
             raise error(f"n_blocks {n_blocks}, n_layers {n_layers}, kv_dim {kv_dim} must be positive and small "
                         f"enough for one address space, and block_size {block_size} must divide {PKV_CHUNK}",
@@ -195,7 +215,7 @@ cdef class PoolCore:
 
     @property
     def kv_dim(self):
-        """Floats of K (or V) in one row: ``n_kv_heads * head_dim``."""
+        """Values of K (or V) in one row: ``n_kv_heads * head_dim``."""
         return self.ptr.kv_dim
 
     @property
@@ -232,24 +252,54 @@ cdef class PoolCore:
         self.try_reap()
         return self.ptr.ref_count[block_id]
 
-    cdef view(self, float *data):
-        cdef cnp.npy_intp shape[4]
-        shape[0], shape[1] = self.ptr.n_blocks, self.ptr.n_layers
-        shape[2], shape[3] = self.ptr.block_size, self.ptr.kv_dim
-        array = cnp.PyArray_SimpleNewFromData(4, shape, cnp.NPY_FLOAT32, data)
+    @property
+    def dtype(self):
+        """Type of the stored rows: ``"float32"``, ``"float16"``, ``"bfloat16"`` or ``"q8_0"``."""
+        return next(name for name, kv_dtype in KV_DTYPES.items() if kv_dtype == self.ptr.dtype)
+
+    @property
+    def nbytes(self):
+        """Bytes of K and V together; the system gives a block's when it is first written."""
+        cdef int64_t n_rows = self.ptr.n_blocks * self.ptr.n_layers * self.ptr.block_size
+        return 2 * n_rows * pkv_kv_row_nbytes(self.ptr.dtype, self.ptr.kv_dim)
+
+    cdef view(self, unsigned char *data, bint scales):
+        """The values of K or V, or their scales, out of layers of blocks that hold first the one, then the other."""
+        cdef int64_t kv_dim = self.ptr.kv_dim, width = pkv_kv_value_nbytes(self.ptr.dtype)
+        cdef int64_t row = kv_dim * width, scales_row = pkv_kv_scales_nbytes(self.ptr.dtype, kv_dim)
+        cdef int64_t layer = self.ptr.block_size * (row + scales_row), begin = 0
+        cdef cnp.npy_intp n_bytes = self.ptr.n_blocks * self.ptr.n_layers * layer
+        dtype = np.dtype(KV_VIEWS[self.ptr.dtype])
+        if scales:
+            begin, row, kv_dim, dtype = self.ptr.block_size * row, scales_row, scales_row // 2, np.dtype(np.float16)
+        array = cnp.PyArray_SimpleNewFromData(1, &n_bytes, cnp.NPY_UINT8, data)
         cnp.set_array_base(array, self)
         array.flags.writeable = False
-        return array
+        return np.ndarray((self.ptr.n_blocks, self.ptr.n_layers, self.ptr.block_size, kv_dim), dtype, array, begin,
+                          (self.ptr.n_layers * layer, layer, row, dtype.itemsize))
 
     @property
     def k(self):
-        """Read-only view of all keys, ``[n_blocks, n_layers, block_size, kv_dim]`` float32, no copy."""
-        return self.view(self.ptr.k)
+        """Read-only view of all keys, ``[n_blocks, n_layers, block_size, kv_dim]``, no copy.
+
+        float32, float16, the bits of bfloat16 as uint16, or the codes of q8_0 as int8."""
+        return self.view(self.ptr.k, False)
 
     @property
     def v(self):
-        """Read-only view of all values, shaped as :attr:`k`."""
-        return self.view(self.ptr.v)
+        """Read-only view of all values, as :attr:`k`."""
+        return self.view(self.ptr.v, False)
+
+    @property
+    def k_scale(self):
+        """Read-only view of the scales of a q8_0 pool's keys, ``[n_blocks, n_layers, block_size, kv_dim // 32]``
+        float16; None for the other types. A value is its code times its scale."""
+        return self.view(self.ptr.k, True) if self.ptr.dtype == PKV_Q8_0 else None
+
+    @property
+    def v_scale(self):
+        """The scales of the values, as :attr:`k_scale`."""
+        return self.view(self.ptr.v, True) if self.ptr.dtype == PKV_Q8_0 else None
 
     def alloc_block(self):
         """Take a free block and own it once; returns its id."""
@@ -281,6 +331,14 @@ cdef class PoolCore:
 # ---------------------------------------------------------------------------------------------------
 # Sequence
 
+cdef int check_head_dim(const pkv_pool *pool, int64_t head_dim, tuple chain) except -1:
+    """Scales belong to one head: its values are whole groups of them."""
+    if head_dim % pkv_kv_group(pool.dtype):
+        raise error(f"q8_0 has a scale for each {pkv_kv_group(pool.dtype)} values, which do not divide head_dim "
+                    f"{head_dim}", chain)
+    return 0
+
+
 cdef const float *rows_f32(cnp.ndarray a, str name, int64_t n, int64_t width, tuple chain) except? NULL:
     """Pointer to a C-contiguous float32 [n, width] array, or the error that names what differs.
 
@@ -311,6 +369,14 @@ cdef write_error(pkv_status status, const pkv_seq *seq, int64_t n):
         return error(f"the number of rows must be positive, not {n}", (PkvStatus(status),))
     return error(f"rows [{seq.seq_len}, {seq.seq_len + n}) are not all reserved in blocks of this sequence alone "
                  f"({seq.n_blocks} blocks of {seq.pool.block_size}): call ensure_append first", (PkvStatus(status),))
+
+
+cdef pkv_status append_rows(pkv_seq *seq, int64_t layer, const float *k, const float *v, int64_t n) noexcept nogil:
+    """pkv_append_layer, rounding as the floating-point environment of the kernels does."""
+    cdef uint64_t saved = pkv_fpenv_enter()
+    cdef pkv_status status = pkv_append_layer(seq, layer, k, v, n)
+    pkv_fpenv_leave(saved)
+    return status
 
 
 @cython.no_gc_clear
@@ -392,7 +458,8 @@ cdef class SequenceCore:
                 raise append_error(status, seq, n, needed, "", ())
 
     def append_layer(self, int64_t layer, k, v):
-        """Write rows ``[len, len + n)`` of one layer. `k`, `v`: float32 ``[n, kv_dim]``. Does not advance."""
+        """Write rows ``[len, len + n)`` of one layer. `k`, `v`: float32 ``[n, kv_dim]``, rounded here to the pool's
+        type, to nearest with ties to even. Does not advance."""
         cdef cnp.ndarray k_rows = np.ascontiguousarray(k), v_rows = np.ascontiguousarray(v)
         cdef tuple chain = (PkvStatus.PKV_ERR_BAD_DIM,)
         cdef const float *k_ptr
@@ -404,7 +471,7 @@ cdef class SequenceCore:
             v_ptr = rows_f32(v_rows, "v", k_rows.shape[0], seq.pool.kv_dim, chain)
             if layer < 0 or layer >= seq.pool.n_layers:
                 raise error(f"layer {layer} is outside [0, {seq.pool.n_layers})", (PkvStatus.PKV_ERR_BOUNDS,))
-            status = pkv_append_layer(seq, layer, k_ptr, v_ptr, k_rows.shape[0])
+            status = append_rows(seq, layer, k_ptr, v_ptr, k_rows.shape[0])
             if status != PKV_OK:
                 raise write_error(status, seq, k_rows.shape[0])
 
@@ -427,7 +494,7 @@ cdef class SequenceCore:
                 raise error(f"length {n} is outside [0, {seq.seq_len}]", (PkvStatus(status),))
 
     def gather_head(self, int64_t layer, int64_t kv_head, int64_t head_dim, total_k=None):
-        """Copies of one KV head's rows: ``(K, V)``, each float32 ``[total_k, head_dim]``."""
+        """Copies of one KV head's rows: ``(K, V)``, each float32 ``[total_k, head_dim]``: what attention reads."""
         cdef cnp.ndarray k, v
         cdef int64_t n, n_rows
         cdef float *k_ptr
@@ -441,6 +508,7 @@ cdef class SequenceCore:
             if head_dim <= 0 or n < 0:
                 raise error(f"head_dim {head_dim} must be positive and total_k {n} not negative",
                             (PkvStatus.PKV_ERR_BAD_DIM,))
+            check_head_dim(seq.pool, head_dim, (PkvStatus.PKV_ERR_BAD_DIM,))
             if n > n_rows or head_dim > seq.pool.kv_dim:
                 raise error(f"total_k {n} is over the {n_rows} reserved rows, or head_dim {head_dim} over kv_dim "
                             f"{seq.pool.kv_dim}", (PkvStatus.PKV_ERR_BOUNDS,))
@@ -772,9 +840,9 @@ cdef pkv_attn_segment paged_segment(const pkv_seq *seq, int64_t row, int64_t n_r
     cdef pkv_attn_segment segment
     cdef const pkv_pool *pool = seq.pool
     segment.kv.k, segment.kv.v, segment.kv.block_table = pool.k, pool.v, seq.block_table
-    segment.kv.block_stride = pool.n_layers * pool.block_size * pool.kv_dim
-    segment.kv.layer_stride = pool.block_size * pool.kv_dim
-    segment.kv.row_stride, segment.kv.block_size = pool.kv_dim, pool.block_size
+    segment.kv.layer_stride = pool.block_size * pkv_kv_row_nbytes(pool.dtype, pool.kv_dim)
+    segment.kv.block_stride = pool.n_layers * segment.kv.layer_stride
+    segment.kv.kv_dim, segment.kv.block_size, segment.kv.dtype = pool.kv_dim, pool.block_size, pool.dtype
     segment.row, segment.n_rows, segment.visible, segment.visible_step = row, n_rows, visible, causal
     return segment
 
@@ -804,11 +872,12 @@ def attn_with_paged(q, k_new, v_new, SequenceCore seq, int64_t layer, int64_t n_
             if kv_dim != ptr.pool.kv_dim:
                 raise error(f"n_kv_heads {n_kv_heads} * head_dim {head_dim} is not the pool's kv_dim "
                             f"{ptr.pool.kv_dim}", (PkvStatus.PKV_ERR_BAD_DIM,))
+            check_head_dim(ptr.pool, head_dim, (PkvStatus.PKV_ERR_BAD_DIM,))
             if layer < 0 or layer >= ptr.pool.n_layers:
                 raise error(f"layer {layer} is outside [0, {ptr.pool.n_layers})", (PkvStatus.PKV_ERR_BOUNDS,))
             work.segment = paged_segment(ptr, 0, n, ptr.seq_len + (1 if causal else n), causal)
             work.plan()
-            status = pkv_append_layer(ptr, layer, k_ptr, v_ptr, n)
+            status = append_rows(ptr, layer, k_ptr, v_ptr, n)
             if status != PKV_OK:
                 raise write_error(status, ptr, n)
         except errors.PagedKVError as cause:
@@ -832,11 +901,11 @@ def attention(q, k, v, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, bi
     if total_k <= 0 or (causal and total_k < n):
         raise error(f"{n} query rows need at least {n if causal else 1} keys, not {total_k}", chain)
     cdef pkv_attn_segment *segment = &work.segment
-    segment.kv.k = rows_f32(k_rows, "k", total_k, kv_dim, chain)
-    segment.kv.v = rows_f32(v_rows, "v", total_k, kv_dim, chain)
+    segment.kv.k = <const unsigned char *>rows_f32(k_rows, "k", total_k, kv_dim, chain)
+    segment.kv.v = <const unsigned char *>rows_f32(v_rows, "v", total_k, kv_dim, chain)
     segment.kv.block_table = NULL
-    segment.kv.block_size, segment.kv.row_stride = PKV_CHUNK, kv_dim
-    segment.kv.block_stride, segment.kv.layer_stride = PKV_CHUNK * kv_dim, 0
+    segment.kv.block_size, segment.kv.kv_dim, segment.kv.dtype = PKV_CHUNK, kv_dim, PKV_F32
+    segment.kv.block_stride, segment.kv.layer_stride = PKV_CHUNK * kv_dim * sizeof(float), 0
     segment.row, segment.n_rows, segment.visible_step = 0, n, causal
     segment.visible = total_k - n + 1 if causal else total_k
     cdef cnp.ndarray out = np.empty((n, n_heads * head_dim), np.float32)
@@ -1093,6 +1162,7 @@ cdef class ModelCore:
                 raise error(f"the pool of sequence {i} holds {pool.n_layers} layers of {pool.kv_dim}, the model "
                             f"has {self.m.n_layers} of {self.m.attn.n_kv_heads * self.m.attn.head_dim}",
                             (Flv4Status.FLV4_ERR_STACK, Stk4Status.STK4_ERR_BAD_DIM))
+            check_head_dim(pool, self.m.attn.head_dim, (Flv4Status.FLV4_ERR_STACK, Stk4Status.STK4_ERR_BAD_DIM))
         return 0
 
     def check(self, SequenceCore seq, tokens):

@@ -114,6 +114,8 @@ def _parser():
     command.add_argument("--top-p", type=float, default=0.95, metavar="P", help="choose among the likeliest tokens "
                          "that make up probability P (default: 0.95)")  # fmt: skip
     command.add_argument("--seed", type=int, default=0, help="same seed, same text, on every machine (default: 0)")
+    command.add_argument("--kv-dtype", choices=["float32", "float16", "bfloat16", "q8_0"], default="float32",
+                         help="how K and V are stored: less memory for a small rounding (default: float32)")
     command.add_argument("--threads", type=_count, metavar="N", help="threads (default: the physical cores)")
     command.add_argument("--quiet", action="store_true", help="only the text, and the headers of several samples: no "
                          "last line of statistics")  # fmt: skip
@@ -263,10 +265,10 @@ class _Clocked:
         return self.sampling.choose(*arguments)
 
 
-def _check_memory(config, n, n_rows, n_blocks):
+def _check_memory(config, n, n_rows, n_blocks, kv_dtype):
     from pagedkv import model
 
-    block_nbytes = 2 * 4 * config.n_layers * config.kv_dim * BLOCK_SIZE
+    block_nbytes = model.kv_token_nbytes(config, kv_dtype) * BLOCK_SIZE
     needed, available = n_blocks * block_nbytes, model._available_nbytes()
     logits = 4 * n * config.vocab_size
     if needed + logits > available:
@@ -303,12 +305,12 @@ def _generate(args):
             _say(f"pagedkv: --max-tokens {args.max_tokens} is cut to {max_tokens}: the model's context holds "
                  f"{_n(config.context_len, 'token')}, and the prompt takes {len(ids):,}")  # fmt: skip
         n_blocks = blocks_needed(len(ids), args.n, max_tokens, BLOCK_SIZE)
-        _check_memory(config, args.n, len(ids) + max_tokens, n_blocks)
+        _check_memory(config, args.n, len(ids) + max_tokens, n_blocks, args.kv_dtype)
         model = pk.LlamaModel.from_file(file)
     stop_ids = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
     if args.n > 1 and args.temperature == 0:
         _say("pagedkv: at temperature 0 all samples are the same")
-    pool = model.new_pool(n_blocks=n_blocks, block_size=BLOCK_SIZE)
+    pool = model.new_pool(n_blocks=n_blocks, block_size=BLOCK_SIZE, dtype=args.kv_dtype)
 
     samples = _Samples(args.n, tokenizer)
     n_tokens = n_decoded = n_stopped = 0

@@ -101,6 +101,18 @@ class _Matrix:
         return packed
 
 
+def kv_token_nbytes(config, dtype):
+    """Bytes of one token's K and V in all layers; :class:`BadDimError` where a pool cannot hold them as `dtype`."""
+    chain = (_core.PkvStatus.PKV_ERR_BAD_DIM,)
+    if dtype not in _core.KV_DTYPES:
+        raise BadDimError(f"a pool holds {', '.join(_core.KV_DTYPES)}, not {dtype!r}", chain)
+    group = _core.kv_group(dtype)
+    if config.head_dim % group:
+        raise BadDimError(f"{dtype} has a scale for each {group} values, which do not divide head_dim "
+                          f"{config.head_dim}", chain)
+    return 2 * config.n_layers * _core.kv_row_nbytes(dtype, config.kv_dim)
+
+
 class LlamaModel:
     """Llama or Qwen2 weights, ready to run. Made by :meth:`load`.
 
@@ -211,7 +223,7 @@ class LlamaModel:
                                else Tokenizer.from_gguf_metadata(metadata))
         return self._tokenizer
 
-    def new_pool(self, n_blocks=None, n_tokens=None, block_size=16):
+    def new_pool(self, n_blocks=None, n_tokens=None, block_size=16, dtype="float32"):
         """A pool whose blocks fit this model.
 
         Parameters
@@ -222,22 +234,30 @@ class LlamaModel:
             or less where half of the available memory holds less.
         block_size : int
             Tokens in a block.
+        dtype : str
+            How K and V are stored, see :class:`BlockPool`: ``"float32"``, ``"float16"``, ``"bfloat16"`` or
+            ``"q8_0"``.
 
         Returns
         -------
         BlockPool
+
+        Raises
+        ------
+        BadDimError
+            A type unknown, or ``"q8_0"`` where head_dim is not a multiple of 32.
         """
         config = self.config
+        token_nbytes = kv_token_nbytes(config, dtype)
         if n_blocks is not None and n_tokens is not None:
             raise ValueError("give n_blocks or n_tokens, not both")
         if n_blocks is None:
             if n_tokens is None:
-                token_nbytes = 2 * 4 * config.n_layers * config.kv_dim
                 n_tokens = max(block_size, min(config.context_len, _available_nbytes() // 2 // token_nbytes))
             if block_size < 1:
                 raise BadDimError(f"block_size must be positive, not {block_size}")
             n_blocks = -(-operator.index(n_tokens) // block_size)
-        return BlockPool(n_blocks, config.n_layers, config.kv_dim, block_size)
+        return BlockPool(n_blocks, config.n_layers, config.kv_dim, block_size, dtype)
 
     def new_sequence(self, pool, max_tokens=None):
         """An empty :class:`Sequence` over `pool`; `max_tokens` defaults to the model's context length."""

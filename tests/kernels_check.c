@@ -179,6 +179,27 @@ static void check_arrays(const float *got, const float *want, int64_t n) {
     count_check(got - shift, want - shift, n + BAND);
 }
 
+/* The same for n bytes in GOT and n in WANT or elsewhere, where every bit counts. */
+static void check_bytes(const void *got, const void *want, int64_t n) {
+    const uint8_t *a = got, *b = want;
+    int64_t words = (n + 3) / 4;
+    const float *band = side == AT_START ? (const float *)got + words : (const float *)got - BAND;
+    n_checks[isa_now]++;
+    int same = 1;
+    for (int64_t i = 0; i < BAND; i++)
+        same = same && (uint32_t)pkv_f32_to_bits(band[i]) == CANARY;
+    for (int64_t i = 0; i < n; i++)
+        same = same && a[i] == b[i];
+    if (!same && n_differences[isa_now]++ < 3)
+        printf("  %s %s, %s, %s: bytes differ\n", others[isa_now]->isa, op, where,
+               side == AT_START ? "at page start" : "at page end");
+}
+
+static void digest_bytes(const void *bytes, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        checksum = (checksum ^ ((const uint8_t *)bytes)[i]) * 0x100000001B3u;
+}
+
 static void begin(const char *name) {
     op = name;
     memset(n_checks, 0, sizeof n_checks);
@@ -587,6 +608,49 @@ static void check_coded(void) {
     }
 }
 
+/* Rows rounded to each type and read back, the whole head and beside other heads. */
+static void check_kv(void) {
+    static const int dtypes[] = {PKV_F32, PKV_F16, PKV_BF16, PKV_Q8_0};
+    static const int64_t rows[] = {1, 2, 3, 16};
+    for (int d = 0; d < COUNT(dtypes); d++)
+        for (int i = 0; i < COUNT(HEAD_DIMS); i++)
+            for (int mode = 0; mode < N_MODES; mode++) {
+                int dtype = dtypes[d];
+                int64_t n = dtype == PKV_Q8_0 ? (HEAD_DIMS[i] + 31) / 32 * 32 : HEAD_DIMS[i];
+                int64_t n_rows = rows[rng_below(COUNT(rows))], values_nbytes = n * pkv_kv_value_nbytes(dtype);
+                int64_t scales_nbytes = pkv_kv_scales_nbytes(dtype, n);
+                CASE("dtype=%d rows=%lld n=%lld mode=%d", dtype, (long long)n_rows, (long long)n, mode);
+                float *x = place_random(IN_A, n_rows * n, mode);
+                for (int64_t r = 0; r < n_rows; r++) /* rows of zeros, and of values too small for a scale */
+                    for (int64_t e = 0, kind = rng_below(6); e < n && kind < 2; e++)
+                        x[r * n + e] = kind ? rng_exponents(0, 105) : 0.0f;
+                uint8_t *values = (uint8_t *)place(IN_B, (n_rows * values_nbytes + 3) / 4);
+                uint8_t *scales = (uint8_t *)place(IN_C, (n_rows * scales_nbytes + 3) / 4);
+                for (int64_t r = 0; r < n_rows; r++)
+                    scalar->kv_round(dtype, x + r * n, n, values + r * values_nbytes, scales + r * scales_nbytes);
+                digest_bytes(values, n_rows * values_nbytes);
+                digest_bytes(scales, n_rows * scales_nbytes);
+                FOR_EACH_ISA(kernels) {
+                    uint8_t *got = (uint8_t *)place(GOT, (n_rows * values_nbytes + 3) / 4);
+                    uint8_t *got_scales = (uint8_t *)place(WANT, (n_rows * scales_nbytes + 3) / 4);
+                    for (int64_t r = 0; r < n_rows; r++)
+                        kernels->kv_round(dtype, x + r * n, n, got + r * values_nbytes,
+                                          got_scales + r * scales_nbytes);
+                    check_bytes(got, values, n_rows * values_nbytes);
+                    check_bytes(got_scales, scales, n_rows * scales_nbytes);
+                }
+                pkv_kv_rows stored = {values, scales, values_nbytes, scales_nbytes};
+                float *want = place(WANT, n_rows * n);
+                scalar->kv_expand(dtype, &stored, n_rows, n, want, values);
+                digest(want, n_rows * n);
+                FOR_EACH_ISA(kernels) {
+                    float *got = place(GOT, n_rows * n);
+                    kernels->kv_expand(dtype, &stored, n_rows, n, got, values);
+                    check_arrays(got, want, n_rows * n);
+                }
+            }
+}
+
 static void check_attn_scores(void) {
     static const int64_t keys[] = {0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 20, 33};
     for (int i = 0; i < COUNT(HEAD_DIMS); i++)
@@ -729,6 +793,7 @@ int main(void) {
         {"matmul_f32", check_matmul},
         {"expand", check_expand},
         {"matmul_coded", check_coded},
+        {"kv rows", check_kv},
         {"attn_scores", check_attn_scores},
         {"attn_values", check_attn_values},
         {"attn_merge", check_attn_merge},

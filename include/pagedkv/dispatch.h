@@ -37,6 +37,8 @@ typedef struct pkv_kernels {
                          float *y, int64_t ldy, int64_t n_cols);
     int64_t coded_rows; /* matmul_coded takes 1 to this many rows */
     void (*expand)(int dtype, const uint8_t *panel, int64_t k_0, int64_t n_k, float *out);
+    void (*kv_round)(int dtype, const float *x, int64_t n, uint8_t *values, uint8_t *scales);
+    void (*kv_expand)(int dtype, const pkv_kv_rows *rows, int64_t n_rows, int64_t n, float *out, const uint8_t *next);
     void (*attn_scores)(const float *q, int64_t n_q, const float *k, int64_t ldk, int64_t n_k, int64_t head_dim,
                         float scale, float *s, int64_t lds, const float *next);
     void (*attn_values)(const float *p, int64_t ldp, int64_t n_q, const float *v, int64_t ldv, int64_t n_k,
@@ -65,6 +67,8 @@ typedef struct pkv_kernels {
      pkv_matmul_coded_##ISA,                                                                                   \
      PKV_CODED_ROWS_##ISA,                                                                                     \
      pkv_expand_##ISA,                                                                                         \
+     pkv_kv_round_##ISA,                                                                                       \
+     pkv_kv_expand_##ISA,                                                                                      \
      pkv_attn_scores_f32_##ISA,                                                                                \
      pkv_attn_values_f32_##ISA,                                                                                \
      pkv_attn_merge_f32_##ISA,                                                                                 \

@@ -432,6 +432,106 @@ static void pkv_matmul_coded_avx2(int dtype, const float *x, int64_t ldx, int64_
         memcpy(y + m * ldy, wide[m], (size_t)n_cols * sizeof *y);
 }
 
+/* float32 to bfloat16 bits, in the low halves of the lanes. */
+static inline __m256i pkv_f32_to_bf16_avx2(__m256 x) {
+    __m256i bits = _mm256_castps_si256(x), upper = _mm256_srli_epi32(bits, 16);
+    __m256i half = _mm256_add_epi32(_mm256_set1_epi32(0x7FFF), _mm256_and_si256(upper, _mm256_set1_epi32(1)));
+    __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+    __m256i quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
+    return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
+
+/* Round one group of 32 to q8_0. */
+static inline void pkv_kv_round_q8_avx2(const float *x, uint8_t *values, uint8_t *scale) {
+    const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
+    __m256 part[4];
+    __m256i most = _mm256_setzero_si256();
+    for (int c = 0; c < 4; c++) {
+        part[c] = _mm256_loadu_ps(x + 8 * c);
+        most = _mm256_max_epi32(most, _mm256_and_si256(_mm256_castps_si256(part[c]), magnitude));
+    }
+    __m128i most_4 = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+    most_4 = _mm_max_epi32(most_4, _mm_shuffle_epi32(most_4, _MM_SHUFFLE(1, 0, 3, 2)));
+    most_4 = _mm_max_epi32(most_4, _mm_shuffle_epi32(most_4, _MM_SHUFFLE(2, 3, 0, 1)));
+    float factor;
+    uint16_t bits = pkv_kv_scale(_mm_cvtss_f32(_mm_castsi128_ps(most_4)), &factor);
+    memcpy(scale, &bits, sizeof bits);
+    __m256i code[4];
+    for (int c = 0; c < 4; c++) {
+        __m256 shifted = _mm256_fmadd_ps(part[c], _mm256_set1_ps(factor), _mm256_set1_ps(PKV_ROUND_TO_INT));
+        code[c] = _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(PKV_ROUND_TO_INT_BITS));
+    }
+    __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(code[0], code[1]), _mm256_packs_epi32(code[2], code[3]));
+    bytes = _mm256_max_epi8(bytes, _mm256_set1_epi8(-127));
+    bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); /* quarters in order */
+    _mm256_storeu_si256((__m256i *)values, factor == 0.0f ? _mm256_setzero_si256() : bytes);
+}
+
+static void pkv_kv_round_avx2(int dtype, const float *x, int64_t n, uint8_t *values, uint8_t *scales) {
+    int64_t i = 0;
+    if (dtype == PKV_Q8_0) {
+        for (; i < n; i += PKV_KV_GROUP)
+            pkv_kv_round_q8_avx2(x + i, values + i, scales + i / PKV_KV_GROUP * 2);
+        return;
+    }
+    for (; dtype == PKV_F16 && i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(values + 2 * i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), 0));
+    for (; dtype == PKV_BF16 && i + 8 <= n; i += 8) {
+        __m256i bits = pkv_f32_to_bf16_avx2(_mm256_loadu_ps(x + i));
+        _mm_storeu_si128((__m128i *)(values + 2 * i),
+                         _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1)));
+    }
+    pkv_kv_round_scalar(dtype, x + i, n - i, values + i * pkv_kv_value_nbytes(dtype), scales);
+}
+
+/* Values [i, i + 8) of a stored row as float32, for a constant dtype; scale: of their group. */
+static inline __attribute__((always_inline)) __m256 pkv_kv_load_avx2(int dtype, const uint8_t *values, int64_t i,
+                                                                     __m256 scale) {
+    if (dtype == PKV_F16)
+        return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(values + 2 * i)));
+    if (dtype == PKV_BF16)
+        return _mm256_castsi256_ps(_mm256_slli_epi32(
+            _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(values + 2 * i))), 16));
+    return _mm256_mul_ps(
+        scale, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(values + i)))));
+}
+
+static inline __attribute__((always_inline)) void pkv_kv_expand_of_avx2(int dtype, const pkv_kv_rows *rows,
+                                                                        int64_t n_rows, int64_t n, float *out,
+                                                                        const uint8_t *next) {
+    int64_t value_nbytes = pkv_kv_value_nbytes(dtype);
+    for (int64_t t = 0; t < n_rows; t++, out += n) {
+        const uint8_t *values = rows->values + t * rows->values_stride;
+        int64_t i = 0;
+        for (int64_t at = 0; at < n * value_nbytes; at += 64)
+            _mm_prefetch((const char *)next + t * rows->values_stride + at, _MM_HINT_T1);
+        __m256 scale = _mm256_setzero_ps();
+        for (; i + 32 <= n; i += 32) {
+            if (dtype == PKV_Q8_0) {
+                const uint8_t *of_group = rows->scales + t * rows->scales_stride + i / PKV_KV_GROUP * 2;
+                scale = _mm256_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(pkv_load_u16(of_group))));
+            }
+            _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)
+                _mm256_storeu_ps(out + i + 8 * c, pkv_kv_load_avx2(dtype, values, i + 8 * c, scale));
+        }
+        pkv_kv_rows rest = {values + i * value_nbytes, NULL, 0, 0};
+        if (i < n) /* of floats: groups are whole */
+            pkv_kv_expand_scalar(dtype, &rest, 1, n - i, out + i, next);
+    }
+}
+
+static void pkv_kv_expand_avx2(int dtype, const pkv_kv_rows *rows, int64_t n_rows, int64_t n, float *out,
+                               const uint8_t *next) {
+    if (dtype == PKV_F16)
+        pkv_kv_expand_of_avx2(PKV_F16, rows, n_rows, n, out, next);
+    else if (dtype == PKV_BF16)
+        pkv_kv_expand_of_avx2(PKV_BF16, rows, n_rows, n, out, next);
+    else if (dtype == PKV_Q8_0)
+        pkv_kv_expand_of_avx2(PKV_Q8_0, rows, n_rows, n, out, next);
+    else
+        pkv_kv_expand_scalar(dtype, rows, n_rows, n, out, next);
+}
+
 /* Four sets of lanes, already summed 8 apart, to their four tree sums: 4, 2 and 1 apart for all at once,
  * halving the registers each time (a transpose and add). */
 static inline __m128 pkv_tree_sum_4_avx2(__m256 a, __m256 b, __m256 c, __m256 d) {

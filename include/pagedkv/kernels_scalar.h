@@ -11,6 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "kv.h"
 #include "layout.h"
 #include "weights.h"
 

@@ -232,9 +232,10 @@ static inline void pkv_step_rope_append(const pkv_step *s, int64_t layer, int64_
     for (int64_t h = 0; h < m->attn.n_kv_heads; h++)
         s->kernels->rope(k + h * head_dim, cos, sin, m->rope_half);
     pkv_seq *seq = s->row_seqs[i];
-    int64_t offset = pkv_seq_row_offset(seq, layer, s->positions[i]);
-    memcpy(seq->pool->k + offset, k, (size_t)kv_dim * sizeof(float));
-    memcpy(seq->pool->v + offset, v, (size_t)kv_dim * sizeof(float));
+    pkv_pool *pool = seq->pool;
+    pkv_slot slot = pkv_seq_slot(seq, layer, s->positions[i]);
+    s->kernels->kv_round(pool->dtype, k, kv_dim, pool->k + slot.values, pool->k + slot.scales);
+    s->kernels->kv_round(pool->dtype, v, kv_dim, pool->v + slot.values, pool->v + slot.scales);
 }
 
 static inline void pkv_step_attend(const pkv_step *s, int64_t layer, int64_t item, int thread) {
