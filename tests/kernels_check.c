@@ -641,11 +641,11 @@ static void check_kv(void) {
                 }
                 pkv_kv_rows stored = {values, scales, values_nbytes, scales_nbytes};
                 float *want = place(WANT, n_rows * n);
-                scalar->kv_expand(dtype, &stored, n_rows, n, want, values);
+                scalar->kv_expand(dtype, &stored, n_rows, n, want, values, values_nbytes);
                 digest(want, n_rows * n);
                 FOR_EACH_ISA(kernels) {
                     float *got = place(GOT, n_rows * n);
-                    kernels->kv_expand(dtype, &stored, n_rows, n, got, values);
+                    kernels->kv_expand(dtype, &stored, n_rows, n, got, values, values_nbytes);
                     check_arrays(got, want, n_rows * n);
                 }
             }
@@ -663,11 +663,11 @@ static void check_attn_scores(void) {
                  (long long)head_dim, (long long)ldk, (long long)lds, mode);
             float *q = place_random(IN_A, n_q * head_dim, mode), *k = place_random(IN_B, n_keys, mode);
             float *before = place_random(IN_C, n_s, MODERATE), *want = place_copy(WANT, before, n_s);
-            scalar->attn_scores(q, n_q, k, ldk, n_k, head_dim, 0.1337f, want, lds, k);
+            scalar->attn_scores(q, n_q, k, ldk, n_k, head_dim, 0.1337f, want, lds, k, ldk);
             digest(want, n_s);
             FOR_EACH_ISA(kernels) {
                 float *got = place_copy(GOT, before, n_s);
-                kernels->attn_scores(q, n_q, k, ldk, n_k, head_dim, 0.1337f, got, lds, k);
+                kernels->attn_scores(q, n_q, k, ldk, n_k, head_dim, 0.1337f, got, lds, k, ldk);
                 check_arrays(got, want, n_s);
             }
         }
@@ -685,11 +685,11 @@ static void check_attn_values(void) {
                  (long long)head_dim, (long long)ldv, (long long)ldp, mode);
             float *p = place_random(IN_A, n_p, mode), *v = place_random(IN_B, n_values, mode);
             float *before = place_random(IN_C, n_q * head_dim, mode), *want = place_copy(WANT, before, n_q * head_dim);
-            scalar->attn_values(p, ldp, n_q, v, ldv, n_k, head_dim, want, v);
+            scalar->attn_values(p, ldp, n_q, v, ldv, n_k, head_dim, want, v, ldv);
             digest(want, n_q * head_dim);
             FOR_EACH_ISA(kernels) {
                 float *got = place_copy(GOT, before, n_q * head_dim);
-                kernels->attn_values(p, ldp, n_q, v, ldv, n_k, head_dim, got, v);
+                kernels->attn_values(p, ldp, n_q, v, ldv, n_k, head_dim, got, v, ldv);
                 check_arrays(got, want, n_q * head_dim);
             }
         }

@@ -273,6 +273,7 @@ static void pkv_mem_free(void *p, size_t n) {
     for (unsigned char *c = (unsigned char *)p - (span(n) - n); c < (unsigned char *)p; c++) n_broken += *c != 0xA5;
     munmap((char *)p - (span(n) - n) - sysconf(_SC_PAGESIZE), span(n) + 2 * sysconf(_SC_PAGESIZE));
 }
+#include <math.h>
 #include "pagedkv/pool.h"
 #include "pagedkv/attention.h"
 
@@ -303,7 +304,7 @@ static int decode(const pkv_kernels *kernels, int dtype, int64_t block_size, int
                                  scratch);
                 pkv_attn_free_plan(&plan);
                 for (int64_t d = 0; d < 3 * head_dim; d++) /* the mean of equal values */
-                    if (!(out[d] > x[d % head_dim] * 0.9f - 0.005f && out[d] < x[d % head_dim] * 1.1f + 0.005f)) return 6;
+                    if (!(fabsf(out[d] - x[d % head_dim]) < (dtype == PKV_F32 ? 0.001f * x[d % head_dim] : 0.005f))) return 6;
             }
             if (pkv_advance(seqs[i], 1)) return 7;
         }

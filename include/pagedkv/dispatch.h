@@ -38,11 +38,12 @@ typedef struct pkv_kernels {
     int64_t coded_rows; /* matmul_coded takes 1 to this many rows */
     void (*expand)(int dtype, const uint8_t *panel, int64_t k_0, int64_t n_k, float *out);
     void (*kv_round)(int dtype, const float *x, int64_t n, uint8_t *values, uint8_t *scales);
-    void (*kv_expand)(int dtype, const pkv_kv_rows *rows, int64_t n_rows, int64_t n, float *out, const uint8_t *next);
+    void (*kv_expand)(int dtype, const pkv_kv_rows *rows, int64_t n_rows, int64_t n, float *out, const uint8_t *next,
+                      int64_t next_stride);
     void (*attn_scores)(const float *q, int64_t n_q, const float *k, int64_t ldk, int64_t n_k, int64_t head_dim,
-                        float scale, float *s, int64_t lds, const float *next);
+                        float scale, float *s, int64_t lds, const float *next, int64_t ldnext);
     void (*attn_values)(const float *p, int64_t ldp, int64_t n_q, const float *v, int64_t ldv, int64_t n_k,
-                        int64_t head_dim, float *acc, const float *next);
+                        int64_t head_dim, float *acc, const float *next, int64_t ldnext);
     void (*attn_merge)(float *max, float *sum, float *acc, float max_c, float sum_c, const float *acc_c,
                        int64_t head_dim);
     void (*attn_finish)(const float *acc, float sum, float *out, int64_t head_dim);

@@ -410,13 +410,13 @@ static inline float32x4_t pkv_kv_load_neon(int dtype, const uint8_t *values, int
 }
 
 static void pkv_kv_expand_neon(int dtype, const pkv_kv_rows *rows, int64_t n_rows, int64_t n, float *out,
-                               const uint8_t *next) {
+                               const uint8_t *next, int64_t next_stride) {
     int64_t value_nbytes = pkv_kv_value_nbytes(dtype);
     for (int64_t t = 0; t < n_rows; t++, out += n) {
         const uint8_t *values = rows->values + t * rows->values_stride;
         int64_t i = 0;
         for (int64_t at = 0; at < n * value_nbytes; at += 64)
-            __builtin_prefetch(next + t * rows->values_stride + at, 0, 2);
+            __builtin_prefetch(next + t * next_stride + at, 0, 2);
         for (; dtype != PKV_F32 && i + 4 <= n; i += 4) {
             float scale = 0.0f;
             if (dtype == PKV_Q8_0)
@@ -426,7 +426,7 @@ static void pkv_kv_expand_neon(int dtype, const pkv_kv_rows *rows, int64_t n_row
         }
         pkv_kv_rows rest = {values + i * value_nbytes, NULL, 0, 0};
         if (i < n) /* of floats: groups are whole */
-            pkv_kv_expand_scalar(dtype, &rest, 1, n - i, out + i, next);
+            pkv_kv_expand_scalar(dtype, &rest, 1, n - i, out + i, next, next_stride);
     }
 }
 
@@ -457,13 +457,14 @@ static inline float32x4_t pkv_dot_4keys_neon(const float *q, const float *k, int
 }
 
 static void pkv_attn_scores_f32_neon(const float *q, int64_t n_q, const float *k, int64_t ldk, int64_t n_k,
-                                     int64_t head_dim, float scale, float *s, int64_t lds, const float *next) {
+                                     int64_t head_dim, float scale, float *s, int64_t lds, const float *next,
+                                     int64_t ldnext) {
     int64_t t = 0;
     for (; t + 4 <= n_k; t += 4)
         for (int64_t h = 0; h < n_q; h++) {
             for (int64_t d = 16 * h; d < head_dim; d += 16 * n_q) /* the heads share out the asking */
                 for (int row = 0; row < 4; row++)
-                    __builtin_prefetch(next + (t + row) * ldk + d, 0, 2);
+                    __builtin_prefetch(next + (t + row) * ldnext + d, 0, 2);
             vst1q_f32(s + h * lds + t,
                       vmulq_n_f32(pkv_dot_4keys_neon(q + h * head_dim, k + t * ldk, ldk, head_dim), scale));
         }
@@ -476,14 +477,14 @@ static void pkv_attn_scores_f32_neon(const float *q, int64_t n_q, const float *k
 #define PKV_VALUES_HEADS(H)                                                                                    \
     static inline void pkv_values_##H##heads_neon(const float *p, int64_t ldp, const float *v, int64_t ldv,    \
                                                   int64_t n_k, int64_t head_dim, float *acc,                   \
-                                                  const float *next) {                                         \
+                                                  const float *next, int64_t ldnext) {                         \
         float32x4_t a[H][8], p_t[H];                                                                           \
         _Pragma("GCC unroll 8") for (int h = 0; h < H; h++)                                                    \
             _Pragma("GCC unroll 8") for (int c = 0; c < 8; c++)                                                \
                 a[h][c] = vld1q_f32(acc + h * head_dim + 4 * c);                                               \
         for (int64_t t = 0; t < n_k; t++) {                                                                    \
-            __builtin_prefetch(next + t * ldv + 16 * 0, 0, 2);                                                 \
-            __builtin_prefetch(next + t * ldv + 16 * 1, 0, 2);                                                 \
+            __builtin_prefetch(next + t * ldnext + 16 * 0, 0, 2);                                              \
+            __builtin_prefetch(next + t * ldnext + 16 * 1, 0, 2);                                              \
             _Pragma("GCC unroll 8") for (int h = 0; h < H; h++) p_t[h] = vld1q_dup_f32(p + h * ldp + t);       \
             _Pragma("GCC unroll 8") for (int c = 0; c < 8; c++) {                                              \
                 float32x4_t v_c = vld1q_f32(v + t * ldv + 4 * c);                                              \
@@ -500,16 +501,20 @@ PKV_VALUES_HEADS(3)
 #undef PKV_VALUES_HEADS
 
 static void pkv_attn_values_f32_neon(const float *p, int64_t ldp, int64_t n_q, const float *v, int64_t ldv,
-                                     int64_t n_k, int64_t head_dim, float *acc, const float *next) {
+                                     int64_t n_k, int64_t head_dim, float *acc, const float *next,
+                                     int64_t ldnext) {
     int64_t d = 0;
     for (; d + 32 <= head_dim; d += 32) {
         int64_t h = 0;
         for (; n_q - h >= 3; h += 3)
-            pkv_values_3heads_neon(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
+            pkv_values_3heads_neon(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d,
+                                   ldnext);
         if (n_q - h == 2)
-            pkv_values_2heads_neon(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
+            pkv_values_2heads_neon(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d,
+                                   ldnext);
         else if (n_q - h == 1)
-            pkv_values_1heads_neon(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
+            pkv_values_1heads_neon(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d,
+                                   ldnext);
     }
     for (; d + 4 <= head_dim; d += 4)
         for (int64_t h = 0; h < n_q; h++) {

@@ -118,10 +118,11 @@ static void pkv_kv_round_scalar(int dtype, const float *x, int64_t n, uint8_t *v
 }
 
 /* The values that rows stand for: out [n_rows, n], n a multiple of the type's group.
- * next is where the values of the rows to be read after these begin; SIMD files ask memory for them. */
+ * next is the first of n_rows rows of values, next_stride bytes from one to the next, that will be read after
+ * these; SIMD files ask memory for them. */
 static void pkv_kv_expand_scalar(int dtype, const pkv_kv_rows *rows, int64_t n_rows, int64_t n, float *out,
-                                 const uint8_t *next) {
-    (void)next;
+                                 const uint8_t *next, int64_t next_stride) {
+    (void)next, (void)next_stride;
     for (int64_t t = 0; t < n_rows; t++, out += n) {
         const uint8_t *values = rows->values + t * rows->values_stride;
         if (dtype == PKV_F32)

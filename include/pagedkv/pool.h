@@ -406,8 +406,8 @@ static inline pkv_status pkv_gather_head(const pkv_seq *seq, int64_t layer, int6
         slot.scales += pkv_kv_scales_nbytes(pool->dtype, kv_head * head_dim);
         pkv_kv_rows k = {pool->k + slot.values, pool->k + slot.scales, 0, 0};
         pkv_kv_rows v = {pool->v + slot.values, pool->v + slot.scales, 0, 0};
-        pkv_kv_expand_scalar(pool->dtype, &k, 1, head_dim, k_out + t * head_dim, NULL);
-        pkv_kv_expand_scalar(pool->dtype, &v, 1, head_dim, v_out + t * head_dim, NULL);
+        pkv_kv_expand_scalar(pool->dtype, &k, 1, head_dim, k_out + t * head_dim, NULL, 0);
+        pkv_kv_expand_scalar(pool->dtype, &v, 1, head_dim, v_out + t * head_dim, NULL, 0);
     }
     return PKV_OK;
 }
