@@ -23,9 +23,13 @@ cdef extern from *:
     #include <omp.h>
     #else
     static int omp_get_max_threads(void) { return 1; }
+    static int omp_get_num_procs(void) { return 1; }
     #endif
+    /* By this symbol threadpoolctl tells the library from others of its file name (threads.py). */
+    Py_EXPORTED_SYMBOL int pagedkv_core = 1;
     """
     int omp_get_max_threads() nogil
+    int omp_get_num_procs() nogil
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -91,6 +95,8 @@ cdef tuple STACK_CHAIN = (Flv4Status.FLV4_ERR_STACK, Stk4Status.STK4_ERR_LAYER)
 cdef const pkv_kernels *KERNELS = pkv_kernels_for(NULL)
 cdef int N_THREADS = 1
 cdef int OMP_DEFAULT = omp_get_max_threads()
+cdef int QUOTA = 0                # processors that the cgroup grants; 0: no limit
+cdef bint CAPPED = True           # teams are no larger than the processors there are
 cdef bint TEAM_STARTED = False
 cdef bint FORKED = False
 
@@ -102,13 +108,29 @@ def _set_num_threads(int n):
         FORKED = False    # asked for in a child whose parent had no team here: the runtime can start one
 
 
+def _asked_num_threads():
+    """What was set, whatever limits it now."""
+    return N_THREADS
+
+
+def _set_quota(int n):
+    global QUOTA
+    QUOTA = n
+
+
+def _set_capped(bint capped):
+    """False, for tests: start as many threads as asked for, even on fewer processors."""
+    global CAPPED
+    CAPPED = capped
+
+
 def get_num_threads():
-    """Threads that the next call uses at most."""
+    """Threads that the next call uses at most. Fewer run where this process has fewer processors."""
     return n_threads_now()
 
 
 cdef int n_threads_now():
-    # A limit set on the OpenMP runtime since import (threadpoolctl does that) holds here too. After a fork
+    # A limit set on the OpenMP runtime since import (omp_set_num_threads of any library) holds here too. After a fork
     # the child has none of the parent's team (ours or another library's), and the runtime would wait for it forever.
     cdef int n = N_THREADS, limit = omp_get_max_threads()
     if FORKED:
@@ -119,9 +141,17 @@ cdef int n_threads_now():
 
 
 cdef int team():
-    """n_threads_now, for a call that is about to start them."""
+    """Threads for a call that is about to start them: n_threads_now, but no more than can run at once.
+
+    At a barrier all wait for the slowest, and one that is not running is slow: 16 threads on 2 processors made a step
+    of one row take twice as long. Nor does the runtime survive a count whose stacks do not fit the address space.
+    The affinity is asked for each time, as it may change."""
     global TEAM_STARTED
     cdef int n = n_threads_now()
+    if CAPPED and n > 1:
+        n = max(1, min(n, omp_get_num_procs()))
+        if 0 < QUOTA < n:
+            n = QUOTA
     if n > 1:
         TEAM_STARTED = True
     return n

@@ -1,7 +1,8 @@
 """The command: ``pagedkv generate`` and ``pagedkv info``.
 
-Nothing of the package is imported before :func:`main` runs, so that a bad environment variable or Ctrl-C during the
-imports ends like any other bad input or Ctrl-C.
+Nothing of the package is imported here before :func:`main` runs, so that a run of this file alone ends a bad environment
+variable or Ctrl-C during the imports like any other; for ``pagedkv`` and ``python -m pagedkv`` the package itself sees to
+the former.
 """
 
 import argparse

@@ -2,7 +2,8 @@
  * and over awkward values. Arrays end (or begin) at a page that may not be touched, so a kernel that reads or
  * writes too far dies here. Prints a line for each ISA and operation, the running checksum of the scalar results,
  * which is the same on every machine and with every compiler, and the total. Exit status 1 on a difference.
- *   cc -O2 -ffp-contract=off -Iinclude tests/kernels_check.c -lm -o kernels_check && ./kernels_check */
+ *   cc -O2 -ffp-contract=off -Iinclude tests/kernels_check.c -lm -o kernels_check && ./kernels_check
+ * With names of operations as arguments it checks those only: an emulator of a whole processor is slow. */
 #define _GNU_SOURCE /* MAP_ANONYMOUS, sigaction under -std=c11 */
 #include <signal.h>
 #include <stdio.h>
@@ -775,7 +776,14 @@ static void digest_rope_table(void) {
     }
 }
 
-int main(void) {
+static int is_asked(const char *name, int n_names, char **names) {
+    for (int i = 0; i < n_names; i++)
+        if (strcmp(name, names[i]) == 0)
+            return 1;
+    return n_names == 0;
+}
+
+int main(int argc, char **argv) {
     static const struct {
         const char *name;
         void (*check)(void);
@@ -819,6 +827,8 @@ int main(void) {
     }
     uint64_t saved = pkv_fpenv_enter();
     for (int i = 0; i < COUNT(ops); i++) {
+        if (!is_asked(ops[i].name, argc - 1, argv + 1))
+            continue;
         begin(ops[i].name);
         for (side = 0; side < N_SIDES; side++)
             ops[i].check();
