@@ -677,9 +677,10 @@ cdef void fill_panel(const pkv_panel *panel, const unsigned char *raw, int64_t r
     pkv_pack_panel(panel.dtype, rows, k, <unsigned char *>panel.data)
 
 
-def matmul(const float[:, ::1] x, PackedWeight w not None, float[:, ::1] out):
-    """out [m, n] = x [m, k] times the transpose of w."""
+def matmul(const float[:, ::1] x, PackedWeight w not None, float[:, ::1] out, bint int8=False):
+    """out [m, n] = x [m, k] times the transpose of w; with int8 its quantised panels meet x in codes."""
     cdef pkv_weight weight = w.view()
+    cdef pkv_rows rows
     cdef int64_t m = x.shape[0], n_panels = pkv_panels_for(w.n), i
     cdef int n_threads = team()
     cdef int64_t n_groups = pkv_n_groups(n_panels, n_threads)
@@ -688,11 +689,18 @@ def matmul(const float[:, ::1] x, PackedWeight w not None, float[:, ::1] out):
         raise error(f"x [{m}, {x.shape[1]}] does not go with w [{w.n}, {w.k}]", (PkvStatus.PKV_ERR_BAD_DIM,))
     if m == 0:
         return
-    cdef Scratch scratch = Scratch(PKV_MATMUL_SCRATCH * n_threads)
+    cdef int64_t row_groups = w.k // PKV_INT8_GROUP if int8 and w.k % PKV_INT8_GROUP == 0 else 0
+    cdef int64_t n_code_floats = m * row_groups * <int64_t>(sizeof(pkv_int8_group) // sizeof(float))
+    cdef Scratch scratch = Scratch(PKV_MATMUL_SCRATCH * n_threads + n_code_floats)
+    cdef pkv_int8_group *codes = <pkv_int8_group *>(scratch.block + PKV_MATMUL_SCRATCH * n_threads)
+    rows.x, rows.codes, rows.n = &x[0, 0], codes if row_groups else NULL, m
     with nogil, parallel(num_threads=n_threads):
         saved = pkv_fpenv_enter()
+        if row_groups > 0:
+            for i in prange(m, schedule="static"):
+                KERNELS.quantize_row(&x[i, 0], w.k, codes + i * row_groups)
         for i in prange(n_groups, schedule="static"):
-            pkv_matmul_group(KERNELS, &x[0, 0], m, &weight, i, n_groups, &out[0, 0],
+            pkv_matmul_group(KERNELS, rows, &weight, i, n_groups, &out[0, 0],
                              scratch.block + threadid() * PKV_MATMUL_SCRATCH)
         pkv_fpenv_leave(saved)
 
@@ -1083,14 +1091,17 @@ cdef void run_pass(const pkv_step *s, int n_threads) noexcept nogil:
             if s.plan.n_join > 0:
                 for i in prange(s.plan.n_join, schedule="static"):
                     pkv_step_join(s, i)
+            if s.attn_codes is not NULL:
+                for i in prange(s.n_rows, schedule="static"):
+                    pkv_step_quantize_attn(s, i)
             for i in prange(o_groups, schedule="static"):
-                pkv_step_project(s, &layer.o, s.attn, i, o_groups, threadid())
+                pkv_step_attn_out(s, layer, i, o_groups, threadid())
             for i in prange(s.n_rows, schedule="static"):
                 pkv_step_norm(s, layer.ffn_norm, i)
             for i in prange(pkv_panels_for(m.ffn_dim), schedule="static"):
                 pkv_step_gate_up(s, layer, i, threadid())
             for i in prange(down_groups, schedule="static"):
-                pkv_step_project(s, &layer.down, s.ffn, i, down_groups, threadid())
+                pkv_step_down(s, layer, i, down_groups, threadid())
         for i in prange(s.n_out, schedule="static"):
             pkv_step_out_norm(s, i)
         if s.n_out > 0:
@@ -1103,9 +1114,9 @@ cdef class ModelCore:
     """Dimensions, and pointers into the weights that it keeps alive. Filled by :mod:`pagedkv.model`."""
 
     def __init__(self, config, const double[::1] inv_freq, list layers, const float[::1] out_norm,
-                 PackedWeight embedding not None, PackedWeight head not None):
+                 PackedWeight embedding not None, PackedWeight head not None, bint int8=False):
         """`layers`: dicts of attn_norm, ffn_norm, qkv_bias (float32 arrays or None) and qkv, o, gate_up,
-        down (PackedWeight)."""
+        down (PackedWeight). int8: quantised matrices meet quantised activations."""
         if self.layers is not NULL:
             raise RuntimeError("a model is initialised once")
         cdef pkv_model *m = &self.m
@@ -1125,7 +1136,7 @@ cdef class ModelCore:
         self.keep = [inv_freq, out_norm, embedding, head, layers]
         self.scratches = []
         self.layers = <pkv_layer *>new_array(m.n_layers, sizeof(pkv_layer))
-        m.layers, m.inv_freq = self.layers, &inv_freq[0]
+        m.layers, m.inv_freq, m.int8 = self.layers, &inv_freq[0], int8
         need(out_norm.shape[0] == m.hidden_dim, "output norm")
         need(embedding.shape == (m.vocab_size, m.hidden_dim), "embedding")
         need(head.shape == (m.vocab_size, m.hidden_dim), "head")
@@ -1152,6 +1163,11 @@ cdef class ModelCore:
 
     def __dealloc__(self):
         free(self.layers)
+
+    @property
+    def compute(self):
+        """``"int8"`` or ``"float32"``."""
+        return "int8" if self.m.int8 else "float32"
 
     @property
     def weight_nbytes(self):

@@ -652,6 +652,128 @@ static void check_kv(void) {
             }
 }
 
+/* ---- compute="int8" ---- */
+
+#define GROUP_FLOATS ((int64_t)(sizeof(pkv_int8_group) / sizeof(float)))
+
+/* What a row became, as 36 floats a group that can be compared and digested. */
+static float *place_groups_as_floats(int slot, const pkv_int8_group *groups, int64_t n_groups) {
+    float *p = place(slot, 36 * n_groups), *to = p;
+    for (int64_t i = 0; i < n_groups; i++) {
+        for (int j = 0; j < PKV_INT8_GROUP; j++)
+            *to++ = (float)groups[i].code[j];
+        *to++ = groups[i].scale;
+        *to++ = groups[i].scaled_sum;
+        *to++ = (float)groups[i].sum;
+        *to++ = (float)groups[i].first_sum;
+    }
+    return p;
+}
+
+static void check_quantize_row(void) {
+    for (int64_t n_groups = 0; n_groups <= 9; n_groups++)
+        for (int repeat = 0; repeat < 4 * N_MODES; repeat++) {
+            int mode = repeat % N_MODES;
+            int64_t n = n_groups * PKV_INT8_GROUP;
+            CASE("groups=%lld mode=%d", (long long)n_groups, mode);
+            float *x = place_random(IN_A, n, mode);
+            if (repeat / N_MODES == 1) /* halves between two codes: 127 is the largest, so a code is the value */
+                for (int64_t i = 0; i < n; i++)
+                    x[i] = i % PKV_INT8_GROUP ? (float)(rng_below(507) - 253) * 0.5f : 127.0f;
+            pkv_int8_group *groups = (pkv_int8_group *)(void *)place(IN_B, n_groups * GROUP_FLOATS);
+            scalar->quantize_row(x, n, groups);
+            float *want = place_groups_as_floats(WANT, groups, n_groups);
+            digest(want, 36 * n_groups);
+            FOR_EACH_ISA(kernels) {
+                memset(groups, 0xA5, (size_t)n_groups * sizeof *groups);
+                kernels->quantize_row(x, n, groups);
+                check_arrays(place_groups_as_floats(GOT, groups, n_groups), want, 36 * n_groups);
+            }
+        }
+}
+
+/* Codes at the ends of their range, all bytes of a row alike: where sums saturate, if anywhere. */
+static void make_extreme(int dtype, int64_t k, uint8_t *row) {
+    static const uint8_t bytes[] = {0x00, 0x7F, 0x80, 0x81, 0xFF};
+    pkv_form f = pkv_form_of(dtype);
+    int first = dtype == PKV_Q6_K ? 0 : 2 + 2 * f.has_min;
+    int end = dtype == PKV_Q6_K ? 208 : f.block_nbytes;
+    uint8_t byte = bytes[rng_below(COUNT(bytes))];
+    for (int64_t i = 0; i < k / f.unit; i++)
+        memset(row + i * f.block_nbytes + first, byte, (size_t)(end - first));
+}
+
+/* One panel, several rows: scalar's bits in one call, in slices of k and in parts of the rows. */
+static void check_int8_case(int dtype, int64_t n_rows, int64_t n_cols, int64_t k, int accumulate, int extreme, int mode) {
+    pkv_form f = pkv_form_of(dtype);
+    int64_t n_groups = k / PKV_INT8_GROUP, ldx = n_groups + rng_gap(3), ldy = n_cols + rng_gap(9);
+    int64_t n_y = (n_rows - 1) * ldy + n_cols, n_x = (n_rows - 1) * ldx + n_groups;
+    CASE("%s rows=%lld cols=%lld k=%lld ldx=%lld ldy=%lld accumulate=%d extreme=%d mode=%d", DTYPE_NAMES[dtype],
+         (long long)n_rows, (long long)n_cols, (long long)k, (long long)ldx, (long long)ldy, accumulate, extreme, mode);
+    int64_t row_nbytes = k / f.unit * f.block_nbytes, panel_len = pkv_panel_nbytes(dtype, k) / 4;
+    const uint8_t *rows[PKV_PANEL];
+    uint8_t *stored = (uint8_t *)place(IN_C, (PKV_PANEL * row_nbytes + 3) / 4), *panel = (uint8_t *)place(IN_B, panel_len);
+    for (int64_t col = 0; col < PKV_PANEL; col++) {
+        random_row(dtype, k, mode, stored + col * row_nbytes);
+        if (extreme)
+            make_extreme(dtype, k, stored + col * row_nbytes);
+        rows[col] = stored + col * row_nbytes;
+    }
+    memset(panel, 0, (size_t)panel_len * 4);
+    pkv_pack_panel(dtype, rows, k, panel);
+    pkv_int8_group *x = (pkv_int8_group *)(void *)place(IN_A, n_x * GROUP_FLOATS);
+    memset(x, 0, (size_t)n_x * sizeof *x);
+    for (int64_t m = 0; m < n_rows; m++)
+        for (int64_t i = 0; i < n_groups; i++) {
+            float values[PKV_INT8_GROUP];
+            float alike = rng_below(2) ? 1.0f : -1.0f;
+            for (int j = 0; j < PKV_INT8_GROUP; j++)
+                values[j] = extreme ? alike : rng_float(mode);
+            scalar->quantize_row(values, PKV_INT8_GROUP, x + m * ldx + i);
+        }
+    float *before = place_random(IN_C, n_y, MODERATE), *want = place_copy(WANT, before, n_y);
+    uint8_t *slice = (uint8_t *)place(IN_D, PKV_INT8_SLICE_NBYTES / 4);
+    for (int64_t k_0 = 0; k_0 < k; k_0 += PKV_INT8_K) {
+        int64_t n_k = pkv_min(PKV_INT8_K, k - k_0);
+        scalar->expand_int8(dtype, panel, k_0, n_k, slice);
+        scalar->matmul_int8(dtype, x + k_0 / PKV_INT8_GROUP, ldx, n_rows, slice, n_k, want, ldy, n_cols,
+                            accumulate || k_0);
+    }
+    digest(want, n_y);
+    int64_t tile = (1 + rng_below(8)) * PKV_INT8_GROUP, m_1 = rng_below(n_rows + 1);
+    FOR_EACH_ISA(kernels) {
+        for (int split = 0; split < 2; split++) {
+            float *got = place_copy(GOT, before, n_y);
+            int64_t most = split ? tile : PKV_INT8_K, cut = split ? m_1 : n_rows;
+            for (int64_t k_0 = 0; k_0 < k; k_0 += most) {
+                int64_t n_k = pkv_min(most, k - k_0);
+                const pkv_int8_group *x_k = x + k_0 / PKV_INT8_GROUP;
+                kernels->expand_int8(dtype, panel, k_0, n_k, slice);
+                kernels->matmul_int8(dtype, x_k, ldx, cut, slice, n_k, got, ldy, n_cols, accumulate || k_0);
+                kernels->matmul_int8(dtype, x_k + cut * ldx, ldx, n_rows - cut, slice, n_k, got + cut * ldy, ldy, n_cols,
+                                     accumulate || k_0);
+            }
+            check_arrays(got, want, n_y);
+        }
+    }
+}
+
+static void check_int8(void) {
+    static const int64_t k_units[] = {256, 512}, k_groups[] = {32, 64, 96, 288, 576};
+    for (int dtype = PKV_Q8_0; dtype < PKV_N_DTYPES; dtype++) {
+        pkv_form f = pkv_form_of(dtype);
+        for (int64_t n_rows = 1; n_rows <= 33; n_rows += n_rows < 9 ? 1 : 8)
+            for (int repeat = 0; repeat < 3; repeat++) {
+                int64_t n_cols = repeat ? 1 + rng_below(PKV_PANEL) : PKV_PANEL, i = rng_below(5);
+                int64_t k = n_rows > 9 ? k_units[0] : f.is_k ? k_units[i % COUNT(k_units)] : k_groups[i];
+                int extreme = repeat == 2, accumulate = (int)rng_below(2), mode = (int)rng_below(N_MODES);
+                check_int8_case(dtype, n_rows, n_cols, k, accumulate, extreme, extreme ? MODERATE : mode);
+            }
+        for (int64_t n_cols = 1; n_cols <= PKV_PANEL; n_cols++)
+            check_int8_case(dtype, 1 + n_cols % 3, n_cols, f.unit, 0, n_cols & 1, MODERATE);
+    }
+}
+
 static void check_attn_scores(void) {
     static const int64_t keys[] = {0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 20, 33};
     for (int i = 0; i < COUNT(HEAD_DIMS); i++)
@@ -802,6 +924,8 @@ int main(int argc, char **argv) {
         {"expand", check_expand},
         {"matmul_coded", check_coded},
         {"kv rows", check_kv},
+        {"quantize_row", check_quantize_row},
+        {"matmul_int8", check_int8},
         {"attn_scores", check_attn_scores},
         {"attn_values", check_attn_values},
         {"attn_merge", check_attn_merge},

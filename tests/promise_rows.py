@@ -2,7 +2,7 @@
 
 As a script it runs one fixed workload and prints a JSON object whose ``sha256`` covers all logits, K and V::
 
-    python promise_rows.py MODEL [--tokens N] [--kv-dtype TYPE] [--fpenv KIND] [--fork]
+    python promise_rows.py MODEL [--compute KIND] [--tokens N] [--kv-dtype TYPE] [--fpenv KIND] [--fork]
 """
 
 import argparse
@@ -35,18 +35,18 @@ class Rows(NamedTuple):
 
 
 @cache
-def _load_real_model():
+def _load_real_model(compute):
     try:
-        return pk.LlamaModel.load(REAL_MODEL)
+        return pk.LlamaModel.load(REAL_MODEL, compute=compute)
     except pk.ModelNotFound as error:
         return error
 
 
-def real_model():
+def real_model(compute="float32"):
     """The real model, loaded once; a skip that says why where it cannot be had (PAGEDKV_REQUIRE_MODEL=1: a failure)."""
     import pytest
 
-    model = _load_real_model()
+    model = _load_real_model(compute)
     if isinstance(model, pk.LlamaModel):
         return model
     if os.environ.get("PAGEDKV_REQUIRE_MODEL") == "1":
@@ -99,11 +99,16 @@ def assert_same_kv(model, seq, want):
     assert_same_bits(v, want.v[:, : len(seq)], "V [layer, position, kv_dim]")
 
 
-def separate_forward(config, tensor, tokens, stored=lambda rows: rows):
+def separate_forward(config, tensor, tokens, stored=lambda rows: rows, product=None):
     """Rows of one sequence out of single operations over contiguous buffers: nothing paged, batched or fused.
 
-    `tensor(name)` gives float32 weights by Hugging Face name; `stored(rows)` what is left of K or V in a cache.
+    `tensor(name)` gives float32 weights by Hugging Face name; `stored(rows)` what is left of K or V in a cache;
+    `product(x, name)` multiplies by one of the weights, in float32 by default.
     """
+    if product is None:
+        def product(x, name):
+            return pk.matmul(x, pk.pack(tensor(name)))
+
     n, positions = len(tokens), np.arange(len(tokens))
     inv_freq = pk.rope_inv_freq(
         config.rope_theta, config.rope_dim, config.rope_scaling, config.rope_factor, config.rope_low_freq_factor,
@@ -111,7 +116,7 @@ def separate_forward(config, tensor, tokens, stored=lambda rows: rows):
     )  # fmt: skip
 
     def linear(x, name):
-        y = pk.matmul(x, pk.pack(tensor(f"{name}.weight")))
+        y = product(x, f"{name}.weight")
         return y + tensor(f"{name}.bias") if config.qkv_bias and name[-6:] in ("q_proj", "k_proj", "v_proj") else y
 
     def rotated(x, n_heads):
@@ -131,8 +136,8 @@ def separate_forward(config, tensor, tokens, stored=lambda rows: rows):
         x = pk.swiglu(linear(x, f"{layer}.mlp.gate_proj"), linear(x, f"{layer}.mlp.up_proj"))
         hidden = hidden + linear(x, f"{layer}.mlp.down_proj")
     hidden = pk.rmsnorm(hidden, tensor("model.norm.weight"), config.norm_eps)
-    head = embedding if config.tied_embeddings else tensor("lm_head.weight")
-    return Rows(pk.matmul(hidden, pk.pack(head)), np.stack(keys), np.stack(values))
+    head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+    return Rows(product(hidden, head), np.stack(keys), np.stack(values))
 
 
 # -- the fixed workload --------------------------------------------------------------------------
@@ -212,12 +217,13 @@ def run_child(model, *options, **env):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
+    parser.add_argument("--compute", default="float32")
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--kv-dtype", default="float32")
     parser.add_argument("--fpenv", choices=FPENV_BITS)
     parser.add_argument("--fork", action="store_true")
     args = parser.parse_args()
-    model = pk.LlamaModel.load(args.model)
+    model = pk.LlamaModel.load(args.model, compute=args.compute)
     result = {"isa": pk.isa(), "num_threads": pk.get_num_threads()}
     if args.fpenv:
         assert _mxcsr(FPENV_BITS[args.fpenv]) == FPENV_BITS[args.fpenv]

@@ -267,10 +267,9 @@ PKV_INLINE_NEON void pkv_scales_neon(int dtype, const uint8_t *unit, const uint8
     _Pragma("GCC unroll 8") for (int c = 0; c < 8; c++) minimum[c] = vnegq_f32(vmulq_f32(minimum[c], factor[c]));
 }
 
-/* Codes of one row, less the bias, as floats. */
-PKV_INLINE_NEON void pkv_codes_neon(int dtype, const uint8_t *low, const uint8_t *high, float32x4_t *code) {
+/* Codes of one row, less the bias, as int8: columns [0, 16) and [16, 32). */
+PKV_INLINE_NEON void pkv_code_bytes_neon(int dtype, const uint8_t *low, const uint8_t *high, uint8x16_t *bytes) {
     pkv_form f = pkv_form_of(dtype);
-    uint8x16_t bytes[2]; /* columns [0, 16) and [16, 32) */
     bytes[0] = vld1q_u8(low);
     if (f.low_bits == 8) {
         bytes[1] = vld1q_u8(low + 16);
@@ -293,8 +292,15 @@ PKV_INLINE_NEON void pkv_codes_neon(int dtype, const uint8_t *low, const uint8_t
         bytes[0] = vorrq_u8(bytes[0], vandq_u8(upper_0, fifth_sixth));
         bytes[1] = vorrq_u8(bytes[1], vandq_u8(upper_1, fifth_sixth));
     }
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) bytes[i] = vsubq_u8(bytes[i], vdupq_n_u8((uint8_t)f.bias));
+}
+
+/* The same as floats. */
+PKV_INLINE_NEON void pkv_codes_neon(int dtype, const uint8_t *low, const uint8_t *high, float32x4_t *code) {
+    uint8x16_t bytes[2];
+    pkv_code_bytes_neon(dtype, low, high, bytes);
     _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
-        pkv_i8_to_f32_neon(vreinterpretq_s8_u8(vsubq_u8(bytes[i], vdupq_n_u8((uint8_t)f.bias))), code + 4 * i);
+        pkv_i8_to_f32_neon(vreinterpretq_s8_u8(bytes[i]), code + 4 * i);
 }
 
 /* Values of row i of a group. */
