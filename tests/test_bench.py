@@ -78,7 +78,8 @@ def test_rows_have_the_documented_fields(result, readme):
 def test_every_documented_row_is_there(result, readme):
     _, document, _ = result
     names = {row["name"] for row in document["rows"] if row["section"] in ("kernels", "decode")}
-    skipped = {"decode int8", "prefill int8"} if any(each["what"] == "compute int8" for each in document["skipped"]) else set()
+    no_int8 = any(each["what"] == "compute int8" for each in document["skipped"])
+    skipped = {"decode int8", "prefill int8"} if no_int8 else set()
     matmuls = {f"matmul {name}" for name in ("qkv", "o", "gate_up", "down", "head", *quants.BLOCKS)}
     assert names == set(documented(readme, "row")) - {"matmul NAME", "matmul TYPE"} - skipped | matmuls
 
@@ -151,10 +152,11 @@ def test_files_for_the_peers_hold_the_same_model(tmp_path, monkeypatch):
 def test_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     probe = {"read_gb_s": 20.0, "fma_gflop_s": 100.0}
-    row = {"engine": "pagedkv", "section": "decode", "name": "decode float32", "note": "", "cold": True, "nbytes": 10**9,
-           "operations": 10**10, "gflop_s": 80.0, "tokens_s": 40.0}  # fmt: skip
-    document = {"schema": 1, "quick": False, "machine": {"cpu": "a", "isa": "b", "threads": 2, "pagedkv": "1", "commit": "c"},
-                "model": "m", "probes": [probe], "rows": [{**row, "shape": f"M={m} ctx=128"} for m in (1, 8)]}  # fmt: skip
+    row = {"engine": "pagedkv", "section": "decode", "name": "decode float32", "note": "", "cold": True,
+           "nbytes": 10**9, "operations": 10**10, "gflop_s": 80.0, "tokens_s": 40.0}  # fmt: skip
+    machine = {"cpu": "a", "isa": "b", "threads": 2, "pagedkv": "1", "commit": "c"}
+    document = {"schema": 1, "quick": False, "machine": machine, "model": "m", "probes": [probe],
+                "rows": [{**row, "shape": f"M={m} ctx=128"} for m in (1, 8)]}  # fmt: skip
     file = tmp_path / "result.json"
     file.write_text(json.dumps(document))
     done = run_bench("--plot", file, tmp_path / "now")
@@ -176,8 +178,8 @@ def test_bench_at_the_top_of_the_tree():
     if not (ROOT / "bench" / "__main__.py").is_file():
         pytest.skip("the source tree with bench/ is not here")
     # -P, and the root last on the path: an installed pagedkv comes before its own source tree.
-    code = ("import sys; sys.path.append(sys.argv.pop(1)); import bench.__main__ as top, pagedkv.bench.__main__ as main; "
-            "assert top.main is main.main")
+    code = ("import sys; sys.path.append(sys.argv.pop(1)); import bench.__main__ as top; "
+            "from pagedkv.bench.__main__ import main; assert top.main is main")
     done = subprocess.run([sys.executable, "-P", "-c", code, str(ROOT)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

@@ -19,10 +19,12 @@ def parse(arguments, prog):
     parser.add_argument("--quick", action="store_true", help="small sizes, few repetitions: a smoke test")
     parser.add_argument("--threads", type=int, metavar="N", help="threads; by default those of pagedkv")
     parser.add_argument("--model", action="append", metavar="PATH_OR_NAME", help="model to decode with, and whose "
-                        f"shapes the kernels get; {models.DEFAULT_MODEL} by default. Given again: more models to decode "
-                        "with")  # fmt: skip
+                        f"shapes the kernels get; {models.DEFAULT_MODEL} by default. Given again: more models to "
+                        "decode with")  # fmt: skip
     parser.add_argument("--peers", default=",".join(peers.PEERS), metavar="NAMES", help="which peers take part: any of "
                         f"{', '.join(peers.PEERS)}, joined by commas, or none; by default all that are installed")
+    parser.add_argument("--batches", metavar="M,M,...", help="only these M of decode and peers, for example 1,8")
+    parser.add_argument("--files", metavar="TYPES", help="only these files of peers and bits, for example F32,Q8_0")
     parser.add_argument("--json", metavar="FILE", help="write the results")
     parser.add_argument("--compare", nargs=2, metavar=("A.json", "B.json"), help="print ratios of two results; "
                         "nothing is measured")
@@ -34,6 +36,11 @@ def parse(arguments, prog):
     unknown = [name for name in options.peers if name not in peers.PEERS]
     if unknown:
         parser.error(f"--peers: there is no peer {unknown[0]!r}; known are {', '.join(peers.PEERS)}")
+    try:
+        options.batches = options.batches and [int(m) for m in options.batches.split(",")]
+    except ValueError:
+        parser.error(f"--batches takes numbers joined by commas, not {options.batches!r}")
+    options.files = options.files and options.files.upper().split(",")
     if options.threads is not None and options.threads < 1:
         parser.error(f"--threads must be at least 1, not {options.threads}")
     if options.json and not Path(options.json).resolve().parent.is_dir():
@@ -42,16 +49,26 @@ def parse(arguments, prog):
 
 
 class Run:
-    """Rows and probes of one run, printed as they come."""
+    """Rows and probes of one run, printed as they come.
 
-    def __init__(self, probe_with):
+    probe_with : Ceilings or None
+    batches, files : list or None
+        The only M, and types of the peers' files, that are wanted.
+    """
+
+    def __init__(self, probe_with, batches=None, files=None):
         self.ceilings = probe_with
+        self.batches, self.files = batches, files
         self.rows = []
         self.probes = []
         self.skipped = []
         self.peers = {}
         self.same_bits = []
         self.take_probe()
+
+    def wants(self, m):
+        """Whether rows of M = `m` are asked for."""
+        return not self.batches or m in self.batches
 
     def skip(self, what, why):
         """Something that cannot be measured here, by name; said once."""
@@ -98,7 +115,7 @@ def measure(options):
     except ceilings.NoCeilings as error:
         probe_with, skipped = None, str(error)
         print(f"ceilings skipped: {skipped}; rows come without a limit")
-    run = Run(probe_with)
+    run = Run(probe_with, options.batches, options.files)
     for section in options.section:
         if section == "bits":
             report.print_section(section, columns=False)

@@ -58,6 +58,8 @@ def measure_model(model, kind, which, effort, run):
         for m, n, shared in sizes:
             if dtype != "float32" and n == short and m != effort.pick(32, 4) or n + 64 > model.config.context_len:
                 continue
+            if not run.wants(m):
+                continue
             with run.group() as add:
                 decode(model, kind, m, n, shared, dtype, which, effort, add)
     with run.group() as add:

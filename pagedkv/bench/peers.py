@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def installed(names, run):
 
 
 class Peer:
-    """An engine in its own Python, started when it is first asked. A context manager.
+    """An engine in its own Python. A context manager.
 
     Parameters
     ----------
@@ -61,6 +61,11 @@ class Peer:
         A key of ``PEERS``.
     **options
         Of its class in :mod:`pagedkv.bench.engines`; ``threads`` among them.
+
+    Raises
+    ------
+    PeerFailed
+        It does not start, or not with these options; a method raises it likewise.
     """
 
     def __init__(self, engine, **options):
@@ -73,7 +78,11 @@ class Peer:
         script = str(Path(__file__).with_name("engines.py"))
         self.child = subprocess.Popen([sys.executable, "-P", script, engine], stdin=subprocess.PIPE, text=True,
                                       stdout=subprocess.PIPE, stderr=self.said, env=environment)
-        self._ask(options)
+        try:
+            self._ask(options)
+        except PeerFailed:
+            self.__exit__()
+            raise
 
     def _ask(self, request):
         try:
@@ -99,7 +108,8 @@ class Peer:
         return self
 
     def __exit__(self, *exc):
-        self.child.stdin.close()
+        with suppress(BrokenPipeError):  # it has ended already
+            self.child.stdin.close()
         self.child.wait()
         self.child.stdout.close()
         self.said.close()
@@ -226,12 +236,12 @@ def shared_files(source, run):
     """``(type, path)`` of the files that the engines share: those that :mod:`files` writes, and the model's own."""
     own = source.suffix == ".gguf" and files.kind_of(source)
     for kind in files.TYPES:
-        if kind != own:
+        if kind != own and not (run.files and kind not in run.files):
             try:
                 yield kind, files.write(source, kind)
             except files.NoFile as error:
                 run.skip(f"the {kind} file", str(error))
-    if own:
+    if own and not (run.files and own not in run.files):
         yield own, source
 
 
@@ -257,7 +267,7 @@ def whole_steps(kind, path, found, effort, run):
     """Decode and prefill on one file."""
     shapes = find_shapes(path)
     rng = np.random.default_rng(9)
-    n_context, n_shared, n_steps = effort.pick((128, 1024, 32), (16, 32, 4))
+    n_context, n_shared, n_steps = effort.pick((128, 1024, 16), (16, 32, 4))
 
     def prompts(n, length):
         return rng.integers(0, shapes.vocab_size, (n, length)).tolist()
@@ -266,16 +276,21 @@ def whole_steps(kind, path, found, effort, run):
         begun = started(kind, path, found, shapes, run, stack)
         sizes = [(m, n_context, False) for m in effort.pick((1, 8, 32, 64), (1, 4))]
         for m, length, shared in [*sizes, (effort.pick(32, 4), n_shared, True)]:
-            if shared:  # OpenVINO has no forks; its prefix cache is another thing
-                begun = [each for each in begun if each[0] != "openvino"]
+            if not run.wants(m):
+                continue
+            # OpenVINO has no forks; its prefix cache is another thing.
+            able = [each for each in begun if not shared or each[0] != "openvino"]
             shape = f"M={m} ctx={length}{' shared' if shared else ''}"
-            ready = opened(begun, prompts(1 if shared else m, length), m, n_steps + 16, shared, f"{kind} {shape}", run)
+            taken = prompts(1 if shared else m, length)
+            ready = opened(able, taken, m, n_steps + 16, shared, f"{kind} {shape}", run)
             start = [i * 7 % shapes.vocab_size for i in range(m)]
             with run.group() as add:
                 contest([Contestant(engine, note, partial(side.decode, start=start, n_steps=n_steps))
                          for engine, note, side in ready], run, add, f"decode {kind}", shape, n_tokens=m)
         n = effort.pick(512, 48)
         tokens = prompts(1, n)[0]
+        if not run.wants(1):
+            return
         with run.group() as add:
             contest([Contestant(engine, note, partial(side.prefill, tokens=tokens)) for engine, note, side in begun],
                     run, add, f"prefill {kind}", f"n={n}", n_tokens=n)
@@ -298,7 +313,7 @@ def kernels(shapes, found, effort, run):
                     run.skip(engine, str(error))
         for name, (n, k) in shapes.matrices.items():
             if name in ("gate_up", "down"):
-                for m in effort.pick((1, 8, 32, 64), (1, 4)):
+                for m in filter(run.wants, effort.pick((1, 8, 32, 64), (1, 4))):
                     with run.group() as add:
                         contest_matmul(name, m, n, k, begun, effort, run, add)
         for n_context in effort.pick((512, 4096), (64,)):
@@ -444,7 +459,7 @@ def measure(path_or_name, names, effort, run):
     if found.keys() & {"llama.cpp", "openvino"}:
         for kind, path in shared_files(source, run):
             whole_steps(kind, path, found, effort, run)
-    if found.keys() & {"torch", "numpy"}:
+    if found.keys() & {"torch", "numpy"} and not run.files:
         kernels(find_shapes(source), found, effort, run)
 
 

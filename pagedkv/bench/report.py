@@ -193,9 +193,10 @@ def compare(file_a, file_b):
             continue
         fractions = row_a["fraction"], row_b["fraction"]
         ratio = fractions[1] / fractions[0] if all(fractions) else None
-        print(f"{label(key[2], key[0]):<28} {key[3]:<30} {seconds(row_a['median_s']):>9} {seconds(row_b['median_s']):>9} "
-              f"{row_a['median_s'] / row_b['median_s']:>6.2f} {row_a['best_s'] / row_b['best_s']:>8.2f} "
-              f"{_number(fractions[0], '.0%'):>7} {_number(fractions[1], '.0%'):>7} {_number(ratio, '.2f'):>6}")
+        print(f"{label(key[2], key[0]):<28} {key[3]:<30} {seconds(row_a['median_s']):>9} "
+              f"{seconds(row_b['median_s']):>9} {row_a['median_s'] / row_b['median_s']:>6.2f} "
+              f"{row_a['best_s'] / row_b['best_s']:>8.2f} {_number(fractions[0], '.0%'):>7} "
+              f"{_number(fractions[1], '.0%'):>7} {_number(ratio, '.2f'):>6}")
     for file, some, other in (("A", rows_a, rows_b), ("B", rows_b, rows_a)):
         only = [f"{label(key[2], key[0])} {key[3]}" for key in some if key not in other]
         if only:
