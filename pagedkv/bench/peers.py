@@ -30,7 +30,7 @@ PEERS = {"llama.cpp": ("llama_cpp", "llama-cpp-python"), "openvino": ("openvino_
 # What an engine computes with, by type of the file: pagedkv is float32 throughout.
 LLAMA_CPP_NOTE = {"F32": "f32, KV f16", "F16": "activations f16, KV f16"}
 OPENVINO = {"F16": ("f32, KV f32", {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}),
-            "Q8_0": ("its defaults: activations int8 or bf16 as the CPU has them, KV u8", {})}  # fmt: skip
+            "Q8_0": ("its defaults, KV u8", {})}  # fmt: skip
 
 N_ROUNDS = 3
 REST_S = 0.1  # between turns: an engine's threads have stopped spinning by then

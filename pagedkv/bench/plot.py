@@ -49,7 +49,7 @@ def rows_of(row):
 
 
 # Groups of rows in the roofline: what their names begin with, and how they look.
-GROUPS = (("matmul", "matmul float32", "o", "tab:blue"), ("codes", "matmul, quantised weights", "s", "tab:cyan"),
+GROUPS = (("matmul", "matmul float32", "o", "tab:blue"), ("codes", "matmul, other weight types", "s", "tab:cyan"),
           ("attention", "attention", "^", "tab:orange"), ("decode", "decode, whole step", "D", "tab:green"),
           ("prefill", "prefill", "*", "tab:red"))  # fmt: skip
 
@@ -121,7 +121,7 @@ def tokens(document, pyplot):
         axes.minorticks_off()
         axes.grid(True, alpha=0.3)
         axes.set_ylim(bottom=0)
-        axes.legend(fontsize=7, loc="upper left")
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
     panels[0][0].set_ylabel(f"tokens/s, all sequences together\n(contexts of {shortest} tokens, median)")
-    figure.text(0.5, -0.04, subtitle(document), ha="center", fontsize=8)
+    figure.text(0.5, 0.97, subtitle(document), ha="center", fontsize=8)
     return figure
