@@ -1,4 +1,4 @@
-"""The command: ``pagedkv generate`` and ``pagedkv info``.
+"""The command: ``pagedkv generate``, ``pagedkv info`` and ``pagedkv bench``.
 
 Nothing of the package is imported here before :func:`main` runs, so that a run of this file alone ends a bad environment
 variable or Ctrl-C during the imports like any other; for ``pagedkv`` and ``python -m pagedkv`` the package itself sees to
@@ -126,6 +126,8 @@ def _parser():
                                   description="Print a model's configuration and the memory it needs.")  # fmt: skip
     command.add_argument("model", help="a .gguf file, a Hugging Face directory or a known name")
     command.set_defaults(run=_info)
+
+    commands.add_parser("bench", help="time this machine, pagedkv and its peers")  # has a parser of its own: see _run
     return parser
 
 
@@ -419,6 +421,11 @@ def _run(argv):
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="replace")
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == ["bench"]:
+        from pagedkv.bench.__main__ import main as bench
+
+        sys.exit(bench(argv[1:], "pagedkv bench"))
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: _say(f"pagedkv: warning: {message}")
         args = _parse(argv)
