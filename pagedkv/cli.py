@@ -106,6 +106,8 @@ def _parser():
     command.add_argument("-n", type=_count, default=1, metavar="N", help="samples (default: 1)")
     command.add_argument("--model", default="smollm2-135m", help="a .gguf file, a Hugging Face directory or a known "
                          "name (default: smollm2-135m)")  # fmt: skip
+    command.add_argument("--compute", choices=("float32", "int8"), default="float32", help="what quantised weights "
+                         "meet: activations in float32, or quantised too, which is faster (default: float32)")  # fmt: skip
     command.add_argument("--chat", action="store_true", help="take the prompt as a user's message, through the "
                          "model's chat template")  # fmt: skip
     command.add_argument("--max-tokens", type=_count, default=128, metavar="N", help="tokens a sample (default: 128)")
@@ -309,7 +311,7 @@ def _generate(args):
                  f"{_n(config.context_len, 'token')}, and the prompt takes {len(ids):,}")  # fmt: skip
         n_blocks = blocks_needed(len(ids), args.n, max_tokens, BLOCK_SIZE)
         _check_memory(config, args.n, len(ids) + max_tokens, n_blocks, args.kv_dtype)
-        model = pk.LlamaModel.from_file(file)
+        model = pk.LlamaModel.from_file(file, compute=args.compute)
     stop_ids = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
     if args.n > 1 and args.temperature == 0:
         _say("pagedkv: at temperature 0 all samples are the same")

@@ -244,16 +244,17 @@ PKV_INT8_ROWS(2)
 static void pkv_matmul_int8_avx2(int dtype, const pkv_int8_group *x, int64_t ldx, int64_t n_rows, const uint8_t *slice,
                                  int64_t n_k, float *y, int64_t ldy, int64_t n_cols, int accumulate) {
     for (int64_t m = 0; m < n_rows; m += PKV_INT8_ROWS_AVX2) {
-        float sums[PKV_INT8_ROWS_AVX2][PKV_PANEL] __attribute__((aligned(32))) = {{0}};
+        float sums[PKV_INT8_ROWS_AVX2][PKV_PANEL] __attribute__((aligned(32)));
         int64_t rows = pkv_min(PKV_INT8_ROWS_AVX2, n_rows - m);
+        memset(sums, 0, sizeof sums);
         for (int64_t r = 0; accumulate && r < rows; r++)
-            memcpy(sums[r], y + (m + r) * ldy, (size_t)n_cols * sizeof *y);
+            pkv_copy_cols(sums[r], y + (m + r) * ldy, n_cols);
         if (rows == 1)
             pkv_int8_1rows_avx2(dtype, x + m * ldx, ldx, slice, n_k, sums[0]);
         else
             pkv_int8_2rows_avx2(dtype, x + m * ldx, ldx, slice, n_k, sums[0]);
         for (int64_t r = 0; r < rows; r++)
-            memcpy(y + (m + r) * ldy, sums[r], (size_t)n_cols * sizeof *y);
+            pkv_copy_cols(y + (m + r) * ldy, sums[r], n_cols);
     }
 }
 

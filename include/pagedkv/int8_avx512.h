@@ -98,10 +98,10 @@ static void pkv_matmul_int8_vnni(int dtype, const pkv_int8_group *x, int64_t ldx
         int64_t m = n_rows * tile / n_tiles, rows = n_rows * (tile + 1) / n_tiles - m;
         memset(sums, 0, (size_t)rows * sizeof *sums);
         for (int64_t r = 0; accumulate && r < rows; r++)
-            memcpy(sums[r], y + (m + r) * ldy, (size_t)n_cols * sizeof *y);
+            pkv_copy_cols(sums[r], y + (m + r) * ldy, n_cols);
         by_rows[rows - 1](pkv_form_of(dtype), x + m * ldx, ldx, slice, n_k, sums[0]);
         for (int64_t r = 0; r < rows; r++)
-            memcpy(y + (m + r) * ldy, sums[r], (size_t)n_cols * sizeof *y);
+            pkv_copy_cols(y + (m + r) * ldy, sums[r], n_cols);
     }
 }
 

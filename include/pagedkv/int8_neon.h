@@ -113,14 +113,14 @@ static void pkv_matmul_int8_neon(int dtype, const pkv_int8_group *x, int64_t ldx
     for (int64_t m = 0; m < n_rows; m++) {
         float sums[PKV_PANEL] = {0};
         if (accumulate)
-            memcpy(sums, y + m * ldy, (size_t)n_cols * sizeof *y);
+            pkv_copy_cols(sums, y + m * ldy, n_cols);
         if (f.has_min)
             pkv_int8_row_of_neon(32, 1, x + m * ldx, slice, n_k, sums);
         else if (f.group == 32)
             pkv_int8_row_of_neon(32, 0, x + m * ldx, slice, n_k, sums);
         else
             pkv_int8_row_of_neon(16, 0, x + m * ldx, slice, n_k, sums);
-        memcpy(y + m * ldy, sums, (size_t)n_cols * sizeof *y);
+        pkv_copy_cols(y + m * ldy, sums, n_cols);
     }
 }
 

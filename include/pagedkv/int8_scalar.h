@@ -81,6 +81,14 @@ static void pkv_expand_int8_scalar(int dtype, const uint8_t *panel, int64_t k_0,
     }
 }
 
+/* n_cols floats of a panel's 32: a whole panel, the usual case, without a call. */
+static inline void pkv_copy_cols(float *to, const float *from, int64_t n_cols) {
+    if (n_cols == PKV_PANEL)
+        memcpy(to, from, PKV_PANEL * sizeof *to);
+    else
+        memcpy(to, from, (size_t)n_cols * sizeof *to);
+}
+
 /* y[m, j] over one slice of a panel; with accumulate the sums start from y instead of 0.
  *   x  [n_rows, n_k / 32] groups, row stride ldx groups
  *   y  [n_rows, n_cols]   row stride ldy, n_cols <= 32; nothing beyond n_cols is written */
