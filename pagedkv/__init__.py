@@ -31,6 +31,7 @@ from pagedkv._core import (
 )
 from pagedkv.attention import attention, paged_attention
 from pagedkv.config import LlamaConfig
+from pagedkv.engine import LLM, AsyncLLM, CompletionOutput, Logprob, RequestOutput, SamplingParams
 from pagedkv.errors import (
     BadDimError,
     BadGQAError,
@@ -51,7 +52,6 @@ from pagedkv.model import LlamaModel
 from pagedkv.ops import PackedWeight, dot, exp, kv_cache_append, matmul, pack, rmsnorm, rope, softmax, swiglu
 from pagedkv.pool import BlockPool
 from pagedkv.rope import rope_inv_freq
-from pagedkv.sampling import Sampling
 from pagedkv.sequence import Sequence
 from pagedkv.tokenizer import Tokenizer
 

@@ -62,7 +62,7 @@ cdef extern from "pagedkv/pool.h" nogil:
         unsigned char *k
         unsigned char *v
         int32_t *ref_count
-        int64_t n_free
+        int64_t n_free, n_planned
     ctypedef struct pkv_seq:
         pkv_pool *pool
         int32_t *block_table
@@ -75,6 +75,7 @@ cdef extern from "pagedkv/pool.h" nogil:
     pkv_status pkv_ref_block(pkv_pool *pool, int64_t block_id)
     pkv_status pkv_unref_block(pkv_pool *pool, int64_t block_id)
     pkv_status pkv_seq_new(pkv_pool *pool, int64_t max_tokens, pkv_seq **out)
+    pkv_status pkv_seq_adopt(pkv_seq *seq, const int32_t *block_ids, int64_t n)
     pkv_status pkv_seq_fork(const pkv_seq *source, pkv_seq **out)
     void pkv_seq_free(pkv_seq *seq)
     pkv_status pkv_seq_truncate(pkv_seq *seq, int64_t new_len)
@@ -200,6 +201,24 @@ cdef extern from "pagedkv/step.h" nogil:
     void pkv_step_out_norm(const pkv_step *s, int64_t i)
     void pkv_step_head(const pkv_step *s, int64_t group, int64_t n_groups, int thread)
     int64_t pkv_step_lay_out(pkv_step *s, const pkv_model *m, int64_t n_rows, int64_t n_threads, float *block)
+
+
+cdef extern from "pagedkv/sampling.h" nogil:
+    ctypedef struct pkv_draw:
+        int64_t row
+        double temperature
+        int64_t top_k
+        double top_p, min_p
+        uint64_t seed, sample, position
+    ctypedef struct pkv_sample_scratch:
+        pass
+    int64_t pkv_sample_lay_out(pkv_sample_scratch *s, int64_t n, unsigned char *block)
+    double pkv_uniform(uint64_t seed, uint64_t sample, uint64_t position)
+    double pkv_log_f64(double x)
+    int64_t pkv_sample_row(const pkv_kernels *kernels, const float *x, int64_t n, const pkv_draw *draw,
+                           pkv_sample_scratch *s)
+    int64_t pkv_logprobs_row(const pkv_kernels *kernels, const float *x, int64_t n, int64_t chosen, int64_t n_top,
+                             double *log_sum, int64_t *rank, int64_t *top, pkv_sample_scratch *s)
 
 
 cdef class PoolCore:

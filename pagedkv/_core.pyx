@@ -1,5 +1,5 @@
 # The one entry to compiled code: checks at the door, then nogil and prange over the kernels of
-# include/pagedkv. Sections: errors, threads and ISA, pool, sequence, operations, attention, model.
+# include/pagedkv. Sections: errors, threads and ISA, pool, sequence, operations, attention, model, sampling.
 from cython.parallel cimport parallel, prange, threadid
 from libc.stdlib cimport calloc, free, malloc
 from libc.math cimport sqrt
@@ -429,6 +429,19 @@ cdef class SequenceCore:
             raise error(f"max_tokens must not be negative, not {max_tokens}", (PkvStatus(status),))
         self.pool = pool
 
+    def _adopt(self, const int32_t[::1] block_ids):
+        """Start with full blocks that others own already; each gets one owner more."""
+        cdef int64_t n = block_ids.shape[0]
+        cdef pkv_seq *seq
+        with self.lock():
+            seq = self.enter()
+            status = pkv_seq_adopt(seq, &block_ids[0] if n else NULL, n)
+            if status == PKV_ERR_BAD_DIM:
+                raise error("the sequence has blocks already, or a block is named twice", (PkvStatus(status),))
+            if status != PKV_OK:
+                raise error(f"{n} blocks do not fit a table of {seq.max_blocks}, or one of them is not in use",
+                            (PkvStatus(status),))
+
     def _fork_to(self, SequenceCore child not None):
         if child.pool is not None:
             raise RuntimeError("a sequence is opened once")
@@ -550,6 +563,33 @@ cdef class SequenceCore:
                 raise error(f"layer {layer} or head {kv_head} of {head_dim} is outside {seq.pool.n_layers} "
                             f"layers of {seq.pool.kv_dim}", (PkvStatus(status),))
         return k, v
+
+
+def blocks_needed(list seqs, list n_new):
+    """Blocks of their one pool that so many more rows of each sequence take together; changes nothing.
+
+    Counts the private twins of shared tails as the step would make them."""
+    cdef int64_t n = len(seqs), failed = 0, needed = 0, i
+    cdef SequenceCore seq
+    if n == 0:
+        return 0
+    cdef cnp.ndarray ptrs = np.empty(n, np.uintp)
+    cdef int64_t[::1] counts = np.array(n_new, np.int64)
+    seq = seqs[0]
+    cdef PoolCore pool = seq.pool
+    with seq.lock():
+        pool.reap()
+        for i in range(n):
+            seq = seqs[i]
+            if seq.pool is not pool or seq.ptr is NULL or counts[i] <= 0:
+                raise error(f"sequence {i} was freed or is of another pool, or brings no row",
+                            (PkvStatus.PKV_ERR_NULL,))
+            (<pkv_seq **>cnp.PyArray_DATA(ptrs))[i] = seq.ptr
+        status = pkv_check_append_batch(<pkv_seq **>cnp.PyArray_DATA(ptrs), &counts[0], n, &failed, &needed)
+        if status != PKV_OK and status != PKV_ERR_EXHAUST:
+            seq = seqs[failed]
+            raise append_error(status, seq.ptr, counts[failed], needed, f"sequence {failed} of the batch: ", ())
+        return pool.ptr.n_planned
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -1018,15 +1058,15 @@ cdef class Batch:
                 row += 1
         return 0
 
-    cdef int plan(self, const pkv_model *m, str logits_of, int n_threads) except -1:
-        """Cut the rows into passes, and each pass's attention into items."""
-        cdef int64_t i, begin, end, first, n, seq = 0, done = 0, n_segments = 0, first_segment
+    cdef int plan(self, const pkv_model *m, const int64_t[::1] n_logits, int n_threads) except -1:
+        """Cut the rows into passes, and each pass's attention into items. n_logits: of the last rows of each
+        sequence."""
+        cdef int64_t i, begin, end, first, n, row, seq = 0, done = 0, n_segments = 0, first_segment
         cdef pkv_step *s
-        cdef bint all_rows = logits_of == "all", last_rows = logits_of == "last"
         self.n_passes = (self.n_rows + PKV_STEP_ROWS - 1) // PKV_STEP_ROWS
         self.steps = <pkv_step *>new_array(self.n_passes, sizeof(pkv_step))
         self.segments = <pkv_attn_segment *>new_array(self.n_seqs + self.n_passes, sizeof(pkv_attn_segment))
-        self.out_row = <int64_t *>new_array(self.n_rows if all_rows else self.n_seqs, sizeof(int64_t))
+        self.out_row = <int64_t *>new_array(self.n_rows, sizeof(int64_t))
         for i in range(self.n_passes):
             s = &self.steps[i]
             begin = i * PKV_STEP_ROWS
@@ -1041,20 +1081,15 @@ cdef class Batch:
                 self.segments[n_segments] = paged_segment(self.seqs[seq], first - begin, n,
                                                           self.positions[first] + 1, True)
                 n_segments += 1
+                for row in range(max(done, self.n_new[seq] - n_logits[seq]), done + n):
+                    self.out_row[self.n_out] = first - begin + row - done
+                    self.n_out += 1
+                    s.n_out += 1
                 first += n
                 done += n
                 if done == self.n_new[seq]:
                     seq += 1
                     done = 0
-                    if last_rows:
-                        self.out_row[self.n_out] = first - begin - 1
-                        self.n_out += 1
-                        s.n_out += 1
-            if all_rows:
-                for n in range(s.n_rows):
-                    self.out_row[self.n_out + n] = n
-                self.n_out += s.n_rows
-                s.n_out = s.n_rows
             make_plan(&s.plan, &m.attn, self.segments + first_segment, n_segments - first_segment, n_threads)
             self.partials_len = max(self.partials_len, s.plan.partials_len)
         return 0
@@ -1225,8 +1260,9 @@ cdef class ModelCore:
             if status != PKV_OK:
                 raise batch.append_error(status, failed, needed)
 
-    def step(self, list seqs, list tokens, str logits_of, out):
-        """Append tokens[i] (int64 array) to seqs[i]; logits of the "last" row of each, of "all" or of "none".
+    def step(self, list seqs, list tokens, logits_of, out):
+        """Append tokens[i] (int64 array) to seqs[i]; logits of the "last" row of each, of "all", of "none", or of so
+        many last rows of each (a list).
 
         All or nothing: checked, planned and reserved for the whole batch before the first write."""
         cdef int n_threads = team()
@@ -1249,7 +1285,7 @@ cdef class ModelCore:
                 (<PoolCore>pool).reap()
             self.check_batch(seqs, tokens)
             batch.fill(seqs, tokens)
-            batch.plan(&self.m, logits_of, n_threads)
+            batch.plan(&self.m, logit_counts(logits_of, tokens), n_threads)
             result = np.empty((batch.n_out, self.m.vocab_size), np.float32) if out is None else out
             logits = out_pointer(result, batch.n_out, self.m.vocab_size)
             n_pass = min(batch.n_rows, PKV_STEP_ROWS)
@@ -1284,6 +1320,23 @@ cdef class ModelCore:
         return Scratch(n_floats)
 
 
+cdef const int64_t[::1] logit_counts(logits_of, list tokens):
+    """How many last rows of each sequence give logits."""
+    if isinstance(logits_of, str):
+        counts = np.array([len(t) for t in tokens], np.int64)
+        if logits_of != "all":
+            counts[:] = 1 if logits_of == "last" else 0
+        return counts
+    counts = np.asarray(logits_of, np.int64)
+    if counts.shape != (len(tokens),):
+        raise error(f"{counts.size} counts of logits for {len(tokens)} sequences", (Flv4Status.FLV4_ERR_BAD_DIM,))
+    for i in range(len(tokens)):
+        if not 0 <= counts[i] <= len(tokens[i]):
+            raise error(f"logits of {counts[i]} rows are asked for where sequence {i} brings {len(tokens[i])}",
+                        (Flv4Status.FLV4_ERR_BAD_DIM,))
+    return np.ascontiguousarray(counts)
+
+
 cdef int need(bint holds, str what) except -1:
     if not holds:
         raise error(f"the {what} has not the shape that the configuration says", (Flv4Status.FLV4_ERR_BAD_DIM,))
@@ -1297,3 +1350,129 @@ cdef float *out_pointer(array, int64_t n, int64_t width) except NULL:
         raise error(f"out must be a writable C-contiguous float32 array of shape [{n}, {width}], aligned",
                     (Flv4Status.FLV4_ERR_BAD_DIM,))
     return <float *>cnp.PyArray_DATA(array)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Sampling: draws and log-probabilities of rows of logits
+
+# A draw as pagedkv/sampling.h has it.
+DRAW = np.dtype([("row", np.int64), ("temperature", np.float64), ("top_k", np.int64), ("top_p", np.float64),
+                 ("min_p", np.float64), ("seed", np.uint64), ("sample", np.uint64), ("position", np.uint64)])
+assert DRAW.itemsize == sizeof(pkv_draw)
+
+cdef list SAMPLE_SCRATCHES = []    # idle ones, reused by the next call
+
+
+cdef Scratch take_sample_scratch(int64_t n_bytes):
+    cdef Scratch scratch
+    while SAMPLE_SCRATCHES:
+        scratch = SAMPLE_SCRATCHES.pop()
+        if scratch.n_bytes >= <size_t>n_bytes:
+            return scratch
+    return Scratch((n_bytes + 3) // 4)
+
+
+cdef int64_t check_rows(const float[:, ::1] logits, const int64_t[::1] rows) except -1:
+    """The number of logits in a row, each of `rows` being one."""
+    cdef int64_t i
+    if logits.shape[1] == 0 or logits.shape[1] > 0x7FFFFFFF:
+        raise error(f"logits have shape [{logits.shape[0]}, {logits.shape[1]}]", (PkvStatus.PKV_ERR_BAD_DIM,))
+    for i in range(rows.shape[0]):
+        if rows[i] < 0 or rows[i] >= logits.shape[0]:
+            raise error(f"row {rows[i]} is outside [0, {logits.shape[0]})", (PkvStatus.PKV_ERR_BOUNDS,))
+    return logits.shape[1]
+
+
+def uniform(uint64_t seed, uint64_t sample, uint64_t position):
+    """The number in [0, 1) that chooses the token of (seed, sample, position)."""
+    return pkv_uniform(seed, sample, position)
+
+
+def log(double x):
+    """Natural logarithm of a positive normal number, the same bits on every machine."""
+    return pkv_log_f64(x)
+
+
+def sample(const float[:, ::1] logits, cnp.ndarray draws):
+    """The tokens of an array of DRAW; -1 where a row holds NaN or its largest logit is not finite."""
+    cdef const int64_t[::1] rows = np.ascontiguousarray(draws["row"])
+    cdef int64_t m = rows.shape[0], n = check_rows(logits, rows), i
+    cdef int64_t n_bytes = pkv_sample_lay_out(NULL, n, NULL)
+    cdef int n_threads = team() if m > 1 else 1
+    if draws.dtype != DRAW or draws.ndim != 1 or not draws.flags.carray:
+        raise error("draws must be a contiguous array of DRAW", (PkvStatus.PKV_ERR_BAD_DIM,))
+    cdef const pkv_draw *each = <const pkv_draw *>cnp.PyArray_DATA(draws)
+    cdef cnp.ndarray tokens = np.empty(m, np.int64)
+    cdef int64_t *out = <int64_t *>cnp.PyArray_DATA(tokens)
+    cdef Scratch scratch = take_sample_scratch(n_bytes * n_threads)
+    if m:
+        with nogil:
+            run_draws(&logits[0, 0], n, each, m, out, scratch.block, n_bytes, n_threads)
+    SAMPLE_SCRATCHES.append(scratch)
+    return tokens
+
+
+cdef void run_draws(const float *logits, int64_t n, const pkv_draw *each, int64_t m, int64_t *out, void *block,
+                    int64_t n_bytes, int n_threads) noexcept nogil:
+    cdef int64_t i
+    cdef uint64_t saved
+    with parallel(num_threads=n_threads):
+        saved = pkv_fpenv_enter()
+        for i in prange(m, schedule="dynamic"):
+            out[i] = run_draw(logits + each[i].row * n, n, &each[i], <unsigned char *>block + threadid() * n_bytes)
+        pkv_fpenv_leave(saved)
+
+
+cdef int64_t run_draw(const float *x, int64_t n, const pkv_draw *draw, unsigned char *block) noexcept nogil:
+    cdef pkv_sample_scratch s
+    pkv_sample_lay_out(&s, n, block)
+    return pkv_sample_row(KERNELS, x, n, draw, &s)
+
+
+def logprobs(const float[:, ::1] logits, const int64_t[::1] rows, const int64_t[::1] chosen, int64_t n_top):
+    """Of each row: (log_sum float64 [m], rank of the chosen id int64 [m], first ids in order int64 [m, n_top]).
+
+    The log-probability of id i is ``logits[row, i] - log_sum``. NaN for log_sum where the row holds NaN or its largest
+    logit is not finite. Ranks begin at 1."""
+    cdef int64_t m = rows.shape[0], n = check_rows(logits, rows), i
+    cdef int64_t n_bytes = pkv_sample_lay_out(NULL, n, NULL)
+    cdef int n_threads = team() if m > 1 else 1
+    if chosen.shape[0] != m or n_top < 0 or n_top > n:
+        raise error(f"{chosen.shape[0]} chosen ids and the first {n_top} of {n} for {m} rows",
+                    (PkvStatus.PKV_ERR_BAD_DIM,))
+    for i in range(m):
+        if chosen[i] < 0 or chosen[i] >= n:
+            raise error(f"id {chosen[i]} is outside [0, {n})", (Flv4Status.FLV4_ERR_TOKEN,))
+    cdef cnp.ndarray log_sums = np.full(m, np.nan), ranks = np.zeros(m, np.int64)
+    cdef cnp.ndarray top = np.zeros((m, n_top), np.int64)
+    if m == 0:
+        return log_sums, ranks, top
+    cdef Scratch scratch = take_sample_scratch(n_bytes * n_threads)
+    cdef double *log_sums_ptr = <double *>cnp.PyArray_DATA(log_sums)
+    cdef int64_t *ranks_ptr = <int64_t *>cnp.PyArray_DATA(ranks)
+    cdef int64_t *top_ptr = <int64_t *>cnp.PyArray_DATA(top)
+    with nogil:
+        run_logprobs(&logits[0, 0], n, &rows[0], &chosen[0], m, n_top, log_sums_ptr, ranks_ptr, top_ptr,
+                     scratch.block, n_bytes, n_threads)
+    SAMPLE_SCRATCHES.append(scratch)
+    return log_sums, ranks, top
+
+
+cdef void run_logprobs(const float *logits, int64_t n, const int64_t *rows, const int64_t *chosen, int64_t m,
+                       int64_t n_top, double *log_sums, int64_t *ranks, int64_t *top, void *block, int64_t n_bytes,
+                       int n_threads) noexcept nogil:
+    cdef int64_t i
+    cdef uint64_t saved
+    with parallel(num_threads=n_threads):
+        saved = pkv_fpenv_enter()
+        for i in prange(m, schedule="dynamic"):
+            run_logprob(logits + rows[i] * n, n, chosen[i], n_top, log_sums + i, ranks + i, top + i * n_top,
+                        <unsigned char *>block + threadid() * n_bytes)
+        pkv_fpenv_leave(saved)
+
+
+cdef void run_logprob(const float *x, int64_t n, int64_t chosen, int64_t n_top, double *log_sum, int64_t *rank,
+                      int64_t *top, unsigned char *block) noexcept nogil:
+    cdef pkv_sample_scratch s
+    pkv_sample_lay_out(&s, n, block)
+    pkv_logprobs_row(KERNELS, x, n, chosen, n_top, log_sum, rank, top, &s)

@@ -287,7 +287,10 @@ def _generate(args):
     from pagedkv.generate import blocks_needed, generate
     from pagedkv.tokenizer import Tokenizer
 
-    sampling = _Clocked(pk.Sampling(args.temperature, args.top_k, args.top_p, args.seed))
+    if args.seed < 0:
+        raise UsageError(f"seed must be in [0, 2**64), not {args.seed}")
+    sampling = _Clocked(pk.SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
+                                          seed=args.seed))  # fmt: skip
     if args.threads:
         pk.set_num_threads(args.threads)
     prompt = _read_prompt(args)

@@ -55,7 +55,8 @@ def generate(model, pool, prompt_ids, n, max_tokens, sampling, stop_ids=()):
         Samples.
     max_tokens : int
         Tokens a sample, at most; at least 1.
-    sampling : Sampling
+    sampling : SamplingParams
+        Of which :meth:`~pagedkv.SamplingParams.choose` is asked for each token.
     stop_ids : container of int
         Tokens that end a sample.
 
@@ -86,7 +87,7 @@ def generate(model, pool, prompt_ids, n, max_tokens, sampling, stop_ids=()):
     >>> ids = model.tokenizer.encode("The capital of France is")              # doctest: +SKIP
     >>> pool = model.new_pool(n_blocks=blocks_needed(len(ids), 2, 3))         # doctest: +SKIP
     >>> texts = [[], []]
-    >>> for events in generate(model, pool, ids, n=2, max_tokens=3, sampling=pk.Sampling(temperature=0),
+    >>> for events in generate(model, pool, ids, n=2, max_tokens=3, sampling=pk.SamplingParams(temperature=0),
     ...                        stop_ids=model.config.eos_token_ids):          # doctest: +SKIP
     ...     for sample, token, ends in events:
     ...         texts[sample].append(token)

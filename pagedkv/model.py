@@ -248,20 +248,21 @@ class LlamaModel:
                                else Tokenizer.from_gguf_metadata(metadata))
         return self._tokenizer
 
-    def new_pool(self, n_blocks=None, n_tokens=None, block_size=16, dtype="float32"):
+    def new_pool(self, n_blocks=None, n_tokens=None, block_size=16, dtype="float32", n_seqs=1):
         """A pool whose blocks fit this model.
 
         Parameters
         ----------
         n_blocks : int, optional
         n_tokens : int, optional
-            Blocks for this many tokens, in place of `n_blocks`. With neither: the model's context length,
-            or less where half of the available memory holds less.
+            Blocks for this many tokens, in place of `n_blocks`. With neither: the model's context length for
+            `n_seqs` sequences, or less where half of the available memory holds less.
         block_size : int
             Tokens in a block.
         dtype : str
             How K and V are stored, see :class:`BlockPool`: ``"float32"``, ``"float16"``, ``"bfloat16"`` or
             ``"q8_0"``.
+        n_seqs : int
 
         Returns
         -------
@@ -278,7 +279,7 @@ class LlamaModel:
             raise ValueError("give n_blocks or n_tokens, not both")
         if n_blocks is None:
             if n_tokens is None:
-                n_tokens = max(block_size, min(config.context_len, _available_nbytes() // 2 // token_nbytes))
+                n_tokens = max(block_size, min(n_seqs * config.context_len, _available_nbytes() // 2 // token_nbytes))
             if block_size < 1:
                 raise BadDimError(f"block_size must be positive, not {block_size}")
             n_blocks = -(-operator.index(n_tokens) // block_size)
@@ -288,7 +289,7 @@ class LlamaModel:
         """An empty :class:`Sequence` over `pool`; `max_tokens` defaults to the model's context length."""
         return Sequence(pool, self.config.context_len if max_tokens is None else max_tokens)
 
-    def step(self, rows, all_logits=False, out=None):
+    def step(self, rows, all_logits=False, out=None, n_logits=None):
         """Append tokens to sequences and return logits: the one primitive.
 
         Parameters
@@ -300,11 +301,13 @@ class LlamaModel:
             Logits of every row, in order, instead of the last row of each sequence.
         out : numpy.ndarray, optional
             float32 array of the result's shape to write into.
+        n_logits : list of int, optional
+            Logits of so many last rows of each sequence, none for 0, in order. A row without costs no head.
 
         Returns
         -------
         numpy.ndarray
-            float32 ``[len(rows), vocab_size]``, or ``[n_tokens_in_all, vocab_size]``.
+            float32 ``[len(rows), vocab_size]``, ``[n_tokens_in_all, vocab_size]`` or ``[sum(n_logits), vocab_size]``.
 
         Raises
         ------
@@ -321,8 +324,8 @@ class LlamaModel:
         ``nx_f32_llm_forward_v4b`` (continuous batching: Yu et al. 2022).
         """
         rows = list(rows)
-        return self._core.step([seq for seq, _ in rows], [_token_array(tokens) for _, tokens in rows],
-                               "all" if all_logits else "last", out)
+        logits_of = n_logits if n_logits is not None else "all" if all_logits else "last"
+        return self._core.step([seq for seq, _ in rows], [_token_array(tokens) for _, tokens in rows], logits_of, out)
 
     def decode_step(self, token_ids, seqs, out=None):
         """One new token for each sequence; logits float32 ``[len(seqs), vocab_size]``. See :meth:`step`."""

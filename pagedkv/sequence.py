@@ -2,6 +2,8 @@
 
 import operator
 
+import numpy as np
+
 from pagedkv._core import SequenceCore
 
 
@@ -47,6 +49,47 @@ class Sequence(SequenceCore):
 
     def __init__(self, pool, max_tokens):
         self._open(pool, operator.index(max_tokens))
+
+    @classmethod
+    def from_blocks(cls, pool, block_ids, max_tokens):
+        """A sequence whose first rows lie in full blocks that somebody owns already; copies none of them.
+
+        Parameters
+        ----------
+        pool : BlockPool
+        block_ids : sequence of int
+            Blocks in use, in order, each full of rows and named once; each gets one owner more.
+        max_tokens : int
+            As of the class.
+
+        Returns
+        -------
+        Sequence
+            Of ``len(block_ids) * block_size`` rows.
+
+        Raises
+        ------
+        BoundsError
+            A block is not in use, or there are more than the table holds.
+        BadDimError
+            A block is named twice.
+
+        Examples
+        --------
+        >>> import pagedkv as pk
+        >>> pool = pk.BlockPool(n_blocks=8, n_layers=1, kv_dim=4)
+        >>> block_id = pool.alloc_block()
+        >>> seq = pk.Sequence.from_blocks(pool, [block_id], max_tokens=32)
+        >>> len(seq), pool.ref_count(block_id)
+        (16, 2)
+        """
+        seq = cls(pool, max_tokens)
+        try:
+            seq._adopt(np.array(block_ids, np.int32, ndmin=1))
+        except BaseException:
+            seq.free()
+            raise
+        return seq
 
     def fork(self):
         """A second sequence with the same rows; copies none of them.

@@ -119,7 +119,7 @@ def samples_of(output):
 @pytest.mark.parametrize("form", ["gguf", "directory"])
 def test_generate(run, request, form):
     model = request.getfixturevalue(form)
-    status, output, errors = run("generate", "-n", 3, "--max-tokens", 40, "--model", model, "Hi there, you two")
+    status, output, errors = run("generate", "-n", 3, "--max-tokens", 40, "--seed", 1, "--model", model, "Hi there, you two")
     assert (status, errors) == (0, "")
     texts, last = samples_of(output)
     assert len(texts) == 3 and len(set(texts)) == 3
@@ -133,7 +133,7 @@ def test_generate(run, request, form):
 def test_the_text_is_that_of_the_library(run, gguf):
     """The tokens of generate(), decoded."""
     model = pk.LlamaModel.load(gguf)
-    tokenizer, sampling = model.tokenizer, pk.Sampling(0.8, 0, 0.95, 5)
+    tokenizer, sampling = model.tokenizer, pk.SamplingParams(temperature=0.8, top_p=0.95, seed=5)
     ids, want = tokenizer.encode("Hi"), [[], []]
     for events in pk.generate.generate(model, model.new_pool(n_tokens=200), ids, 2, 30, sampling, {END}):
         for sample, token, _ in events:
@@ -182,7 +182,7 @@ def test_statistics_in_the_singular(run, gguf, monkeypatch):
 
 
 def test_the_first_sampling_is_not_the_prompts_time(run, gguf, monkeypatch):
-    choose, calls = pk.Sampling.choose, []
+    choose, calls = pk.SamplingParams.choose, []
 
     def slow(*args):
         calls.append(args)
@@ -190,7 +190,7 @@ def test_the_first_sampling_is_not_the_prompts_time(run, gguf, monkeypatch):
             time.sleep(0.3)
         return choose(*args)
 
-    monkeypatch.setattr(pk.Sampling, "choose", slow)
+    monkeypatch.setattr(pk.SamplingParams, "choose", slow)
     last = run("generate", "--max-tokens", 3, "--model", gguf, "Hi")[1]
     assert float(re.search(r"prompt of 1 token in (\S+) s", last)[1]) < 0.25
     if len(calls) == 3:
@@ -206,14 +206,14 @@ def test_peak_of_blocks_though_samples_end_early(run, gguf, monkeypatch):
             return END
         return 97 if position < 60 or sample else END
 
-    monkeypatch.setattr(pk.Sampling, "choose", choose)
+    monkeypatch.setattr(pk.SamplingParams, "choose", choose)
     last = run("generate", "-n", 2, "--max-tokens", 50, "--model", gguf, prompt)[1]
     # The first alone has rows 0 to 59 in the end. Together they had one block each and one that they shared: without
     # sharing four too, so the pool could not have been smaller.
     assert "4 blocks used, 0 saved" in last
-    monkeypatch.setattr(pk.Sampling, "choose", lambda *_: 97)
+    monkeypatch.setattr(pk.SamplingParams, "choose", lambda *_: 97)
     assert "7 blocks used, 1 saved" in run("generate", "-n", 2, "--max-tokens", 41, "--model", gguf, prompt)[1]
-    monkeypatch.setattr(pk.Sampling, "choose", lambda *_: END)
+    monkeypatch.setattr(pk.SamplingParams, "choose", lambda *_: END)
     assert "2 blocks used, 6 saved" in run("generate", "-n", 4, "--max-tokens", 50, "--model", gguf, prompt)[1]
 
 
@@ -309,7 +309,7 @@ def test_an_extreme_temperature_does_not_warn(run, gguf):
     (["generate", "--temperature", "nan", "a"], "temperature must be .*"),
     (["generate", "--temperature", "warm", "a"], "argument --temperature: invalid float value: 'warm' .*"),
     (["generate", "--top-p", "0", "a"], r"top_p must be in \(0, 1\], not 0.0"),
-    (["generate", "--top-k", "-1", "a"], "top_k must be 0 .*"),
+    (["generate", "--top-k", "-2", "a"], "top_k must be 0 .*"),
     (["generate", "--seed", "-1", "a"], r"seed must be in \[0, 2\*\*64\), not -1"),
     (["generate", "a\udcffb"], "the prompt is not UTF-8: invalid start byte at byte 1"),
     (["generate", "a\ud800b"], "the prompt holds a lone surrogate, which is no character"),

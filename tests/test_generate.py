@@ -12,7 +12,7 @@ import pagedkv.generate as module
 from pagedkv.generate import blocks_needed, generate
 
 BLOCK_SIZE = 16
-SAMPLING = pk.Sampling(temperature=5.0, top_p=0.97, seed=3)
+SAMPLING = pk.SamplingParams(temperature=5.0, top_p=0.97, seed=3)
 PROMPT = [int(i) for i in np.random.default_rng(0).integers(3, 128, 21)]
 
 
@@ -71,7 +71,7 @@ def test_stop_ids_end_a_sample_and_leave_the_others(model):
 
 
 def test_greedy_samples_are_argmax(model):
-    got = texts(model, 3, sampling=pk.Sampling(temperature=0))
+    got = texts(model, 3, sampling=pk.SamplingParams(temperature=0))
     seq = model.new_sequence(model.new_pool(n_tokens=64))
     logits, alone = model.prefill(PROMPT, seq), []
     for _ in range(12):
@@ -160,7 +160,7 @@ def test_an_exception_in_the_middle_gives_all_blocks_back(model, monkeypatch, ca
         monkeypatch.setattr(model, "prefill", fail)
     else:
         next(steps), next(steps)
-        monkeypatch.setattr(*((pk.Sampling, "choose") if call == "choose" else (model, "decode_step")), fail)
+        monkeypatch.setattr(*((pk.SamplingParams, "choose") if call == "choose" else (model, "decode_step")), fail)
     with pytest.raises(error, match="on purpose") as caught:
         list(steps)
     assert pool.n_free == pool.n_blocks

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import pagedkv as pk
+from pagedkv import _core
 from seed_model import PAGEDKV, SEED, accounts, append, refused, rows_of, snapshot, values
 
 NULL, BAD_DIM, EXHAUST, BOUNDS = (pk.PkvStatus(i) for i in range(1, 5))
@@ -688,3 +689,75 @@ assert pool.n_free == 2
 
 def test_a_finaliser_that_frees_does_not_wait_for_the_call_it_runs_in():
     subprocess.run([sys.executable, "-c", FREED_BY_THE_COLLECTOR], check=True, timeout=60)
+
+
+# ---- From blocks that somebody owns ----
+
+
+def filled(n_rows, n_blocks=8):
+    """A pool and a sequence of so many rows, each row its own number."""
+    pool = pk.BlockPool(n_blocks=n_blocks, n_layers=1, kv_dim=4)
+    seq = pk.Sequence(pool, 128)
+    rows = np.repeat(np.arange(n_rows, dtype=np.float32)[:, None], 4, 1)
+    seq.ensure_append(n_rows)
+    seq.append_layer(0, rows, -rows)
+    seq.advance(n_rows)
+    return pool, seq
+
+
+def test_from_blocks_shares_and_copies_on_write():
+    pool, seq = filled(40)
+    table = seq.block_table.tolist()
+    with pk.Sequence.from_blocks(pool, table[:2], 128) as other:
+        assert (len(other), other.block_table.tolist()) == (32, table[:2])
+        assert [pool.ref_count(b) for b in table] == [2, 2, 1] and pool.n_free == 5
+        assert other.gather_head(0, 0, 4)[0].tobytes() == seq.gather_head(0, 0, 4, 32)[0].tobytes()
+        seq.free()
+        assert pool.n_free == 6
+        other.truncate(31)
+        child = other.fork()
+        child.ensure_append(1)  # the shared tail is copied
+        assert child.block_table[1] != table[1]
+        child.free()
+    assert pool.n_free == 8
+
+
+def test_from_no_blocks_is_an_empty_sequence():
+    pool, _ = filled(1)
+    seq = pk.Sequence.from_blocks(pool, [], 16)
+    assert len(seq) == 0 and seq.block_table.tolist() == []
+
+
+@pytest.mark.parametrize("block_ids, error", [
+    ([0, 3], pk.BoundsError), ([3], pk.BoundsError), ([-1], pk.BoundsError), ([8], pk.BoundsError),
+    ([0, 1, 0], pk.BadDimError), ([1, 1], pk.BadDimError), ([0, 1, 2, 0, 9], pk.BadDimError),
+])  # fmt: skip
+def test_from_blocks_that_nobody_owns_or_twice(block_ids, error):
+    pool, seq = filled(40)
+    with pytest.raises(error):
+        pk.Sequence.from_blocks(pool, block_ids, 128)
+    assert [pool.ref_count(b) for b in range(8)] == [1, 1, 1, 0, 0, 0, 0, 0] and pool.n_free == 5
+    assert len(seq) == 40
+
+
+def test_from_more_blocks_than_the_table_holds():
+    pool, seq = filled(40)
+    with pytest.raises(pk.BoundsError, match="3 blocks do not fit a table of 2"):
+        pk.Sequence.from_blocks(pool, seq.block_table, 16)
+    assert [pool.ref_count(b) for b in seq.block_table] == [1, 1, 1]
+    with pytest.raises(pk.BadDimError, match="blocks already"):
+        seq._adopt(seq.block_table)
+
+
+def test_blocks_needed_counts_twins_once():
+    pool, seq = filled(20)
+    fork, fresh = seq.fork(), pk.Sequence(pool, 128)
+    assert _core.blocks_needed([seq, fork], [1, 1]) == 1  # the first to go on copies, and leaves the tail to the other
+    assert _core.blocks_needed([seq, fork, fresh], [13, 1, 33]) == 1 + 1 + 3
+    assert _core.blocks_needed([], []) == 0 and pool.n_free == 6
+    for seqs, counts in (([seq], [0]), ([seq, filled(1)[1]], [1, 1])):
+        with pytest.raises(pk.NullError):
+            _core.blocks_needed(seqs, counts)
+    fork.free()
+    with pytest.raises(pk.NullError):
+        _core.blocks_needed([fork], [1])

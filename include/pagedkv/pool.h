@@ -215,6 +215,39 @@ static inline pkv_status pkv_seq_fork(const pkv_seq *source, pkv_seq **out) {
     return PKV_OK;
 }
 
+/* Start an empty sequence with n full blocks that others own already: each gets one owner more. BOUNDS: the table is
+ * too short, or a block is not in use; BAD_DIM: the sequence has blocks or rows, or a block is named twice. */
+static inline pkv_status pkv_seq_adopt(pkv_seq *seq, const int32_t *block_ids, int64_t n) {
+    if (!seq)
+        return PKV_ERR_NULL;
+    pkv_pool *pool = seq->pool;
+    if (seq->n_blocks > 0 || n < 0)
+        return PKV_ERR_BAD_DIM;
+    if (n > seq->table_cap)
+        return PKV_ERR_BOUNDS;
+    pkv_status status = PKV_OK;
+    int64_t n_marked = 0;
+    for (; n_marked < n && status == PKV_OK; n_marked++) { /* a block seen before is marked by its complemented count */
+        int32_t id = block_ids[n_marked];
+        if (id >= 0 && id < pool->n_blocks && pool->ref_count[id] < 0)
+            status = PKV_ERR_BAD_DIM;
+        else if (pkv_check_held(pool, id) != PKV_OK || pool->ref_count[id] == INT32_MAX)
+            status = PKV_ERR_BOUNDS;
+        else
+            pool->ref_count[id] = ~pool->ref_count[id];
+    }
+    if (status != PKV_OK)
+        n_marked--; /* the last one looked at was left as it is */
+    for (int64_t i = 0; i < n_marked; i++)
+        pool->ref_count[block_ids[i]] = ~pool->ref_count[block_ids[i]] + (status == PKV_OK);
+    if (status != PKV_OK)
+        return status;
+    memcpy(seq->block_table, block_ids, (size_t)n * sizeof(int32_t));
+    seq->n_blocks = n;
+    seq->seq_len = n * pool->block_size;
+    return PKV_OK;
+}
+
 /* Forget the rows from new_len on and give back the blocks that held only them, reserved ones too.
  * A shared tail keeps its data: rows past seq_len are dead here and alive in its other owners. */
 static inline pkv_status pkv_seq_truncate(pkv_seq *seq, int64_t new_len) {

@@ -1,0 +1,190 @@
+"""AsyncLLM: the engine for asyncio. One thread steps; requests come and go between steps."""
+
+import asyncio
+import threading
+from collections import deque
+
+from pagedkv.engine.llm import LLM
+
+
+class AsyncLLM:
+    """The asynchronous twin of :class:`LLM`.
+
+    Parameters
+    ----------
+    model : str, os.PathLike, LlamaModel or LLM
+        An LLM is used as it is, and its own calls still work; the others become one.
+    **options
+        As of :class:`LLM`.
+
+    Notes
+    -----
+    Leaving the generator of a request, or cancelling its task, ends it: its blocks are free before the next step but
+    one. :meth:`shutdown` ends the thread; so does leaving ``async with``.
+
+    Examples
+    --------
+    >>> async def answer(llm):                                                        # doctest: +SKIP
+    ...     async for output in llm.generate("The capital of France is"):
+    ...         print(output.outputs[0].text)
+    """
+
+    def __init__(self, model, **options):
+        self._llm = model if isinstance(model, LLM) else LLM(model, **options)
+        self._engine = self._llm._engine
+        self._wake = threading.Condition()
+        self._inbox = deque()  # calls for the thread to make between steps
+        self._listeners = {}  # request number -> (Request, its function for outputs); the thread's own
+        self._by_id = {}  # request_id -> abort function
+        self._thread = None
+        self._closed = False
+
+    @property
+    def model(self):
+        return self._llm.model
+
+    @property
+    def pool(self):
+        return self._llm.pool
+
+    def stats(self):
+        """As :meth:`LLM.stats`, and without waiting for the step that runs: numbers may be a step apart."""
+        return self._engine.stats()
+
+    async def generate(self, prompt, sampling_params=None, request_id=None, delta=False):
+        """Continue one prompt.
+
+        Parameters
+        ----------
+        prompt, sampling_params
+            As of :meth:`LLM.generate`, one of each.
+        request_id : str, optional
+            For :meth:`abort`.
+        delta : bool
+            Yield what is new, as :meth:`LLM.stream` does, and not all so far.
+
+        Yields
+        ------
+        RequestOutput
+            After each step that brought something; the last one is finished.
+
+        Raises
+        ------
+        ValueError, TokenError, BoundsError, PoolExhausted
+            The prompt can never run. It ends this request alone.
+        """
+        (text, ids, params, _), = self._llm._read_all([prompt], sampling_params)
+        loop, outputs = asyncio.get_running_loop(), asyncio.Queue()
+        request = None
+
+        def tell(output):
+            loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        def add():
+            nonlocal request
+            request = self._engine.add(text, ids, params, request_id)
+            self._listeners[request.number] = request, tell, delta
+
+        def end():
+            if request is not None and not request.finished:
+                self._engine.abort(request)
+                self._tell(request)
+
+        if not self._send(add):
+            raise RuntimeError("this AsyncLLM was shut down")
+        if request_id is not None:
+            self._by_id[request_id] = end
+        try:
+            while True:
+                output = await outputs.get()
+                if isinstance(output, BaseException):
+                    raise output
+                yield output
+                if output.finished:
+                    return
+        finally:
+            if request_id is not None:
+                self._by_id.pop(request_id, None)
+            self._send(end)
+
+    async def chat(self, messages, sampling_params=None, request_id=None, delta=False, **variables):
+        """Answer one conversation; as :meth:`generate`."""
+        text, ids = self._llm._render(messages, **variables)
+        prompt = {"prompt": text, "prompt_token_ids": ids}
+        async for output in self.generate(prompt, sampling_params, request_id, delta):
+            yield output
+
+    def abort(self, request_id):
+        """End a request; its generator yields what there is and ends. One that is unknown or has ended: nothing."""
+        end = self._by_id.get(request_id)
+        if end is not None:
+            self._send(end)
+
+    def shutdown(self):
+        """End all requests and the thread."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        await asyncio.get_running_loop().run_in_executor(None, self.shutdown)
+
+    # ---- The thread ---------------------------------------------------------------------------------
+
+    def _send(self, call):
+        """Let the thread make a call; False where it was shut down, and has ended all requests."""
+        with self._wake:
+            if self._closed:
+                return False
+            self._inbox.append(call)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="pagedkv-engine", daemon=True)
+                self._thread.start()
+            self._wake.notify()
+            return True
+
+    def _run(self):
+        while True:
+            with self._wake:
+                while not (self._inbox or self._listeners or self._closed):
+                    self._wake.wait()
+                calls, closed = list(self._inbox), self._closed
+                self._inbox.clear()
+            with self._llm._lock:
+                for call in calls:
+                    call()
+                if closed:
+                    for request, *_ in list(self._listeners.values()):
+                        self._engine.abort(request)
+                        self._tell(request)
+                    return
+                if not self._listeners:
+                    continue
+                try:
+                    self._engine.step()
+                except BaseException as error:  # it belongs to whoever waits, and the thread goes on for others
+                    for request, *_ in list(self._listeners.values()):
+                        self._engine.abort(request, "error", error)
+                for request, *_ in list(self._listeners.values()):
+                    if request.has_news:
+                        self._tell(request)
+
+    def _tell(self, request):
+        """Hand what is new to the one who waits for it."""
+        _, tell, delta = self._listeners[request.number]
+        output = request.error or request.output(delta=True)
+        if not delta and request.error is None:
+            output = request.output()
+        if request.finished:
+            del self._listeners[request.number]
+        try:
+            tell(output)
+        except RuntimeError:  # its event loop is closed: nobody waits any more
+            if not request.finished:
+                self._engine.abort(request)
+                self._listeners.pop(request.number, None)

@@ -1,0 +1,272 @@
+"""The engine: requests in, steps of the model, tokens out. Knows no prompts as text and no threads."""
+
+import hashlib
+import time
+
+import numpy as np
+
+from pagedkv.engine.prefix_cache import PrefixCache
+from pagedkv.engine.request import Request
+from pagedkv.engine.sampler import Sampler
+from pagedkv.engine.scheduler import Scheduler
+from pagedkv.errors import BoundsError, PoolExhausted, TokenError
+
+
+class Engine:
+    """Runs requests over one pool.
+
+    How a token is scheduled never shows in it: a row's bits depend on its own sequence alone, and the random number of
+    a draw on (seed, sample, position) alone.
+
+    Parameters
+    ----------
+    model : LlamaModel
+    pool : BlockPool
+        Whose blocks fit the model. Others may use it too; the engine does with what is free.
+    max_num_seqs, max_num_batched_tokens : int
+        Sequences at the same time, and rows of a step, at most.
+    enable_prefix_caching : bool
+    seed : int
+        Of the seeds that requests without one get.
+    """
+
+    def __init__(self, model, pool, max_num_seqs, max_num_batched_tokens, enable_prefix_caching=True, seed=0):
+        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        self.model, self.pool, self._seed = model, pool, seed
+        self.tokenizer = _tokenizer_or_none(model)
+        # The last token of a text is never fed, so its row takes no place.
+        self.max_model_len = min(model.config.context_len, pool.n_blocks * pool.block_size + 1)
+        self.cache = PrefixCache(pool, enable_prefix_caching)
+        self.scheduler = Scheduler(pool, self.cache, max_num_seqs, max_num_batched_tokens, model.config.context_len)
+        self.sampler = Sampler(model.config.vocab_size, self.tokenizer)
+        self._end_ids = frozenset(model.config.eos_token_ids)
+        if self.tokenizer is not None:
+            self._end_ids |= frozenset(self.tokenizer.eos_token_ids)
+        self._end_ids = frozenset(token for token in self._end_ids if 0 <= token < model.config.vocab_size)
+        self._n_requests = self._n_tokens = self._n_steps = 0
+        self._busy_s = 0.0
+        self._torn = None  # the request that takes a token just now
+
+    def check(self, prompt_ids, params):
+        """Raise, with the numbers, what keeps a request from ever running; returns its tokens a sample, at most.
+
+        Raises
+        ------
+        ValueError, TokenError, BoundsError, PoolExhausted
+        """
+        config, vocab_size = self.model.config, self.model.config.vocab_size
+        n = len(prompt_ids)
+        if not n:
+            raise ValueError("it has no tokens")
+        for place, token in enumerate(prompt_ids):
+            if not 0 <= token < vocab_size:
+                raise TokenError(f"token {token} at place {place} is outside [0, {vocab_size})")
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if not 0 <= token < vocab_size:
+                    raise TokenError(f"token {token} of {name} is outside [0, {vocab_size})")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("it has stop texts, but the model has no tokenizer to make text with")
+        if n >= config.context_len:
+            raise BoundsError(f"it has {n} tokens, the model's context holds {config.context_len}, of which a prompt "
+                              "may take all but one")
+        max_tokens = (self.max_model_len if params.max_tokens is None else config.context_len) - n
+        if params.max_tokens is not None:
+            max_tokens = min(max_tokens, params.max_tokens)
+        n_rows = n + max(1, max_tokens) - 1
+        needed = -(-n_rows // self.pool.block_size)
+        if needed > self.pool.n_blocks:
+            raise PoolExhausted(f"{n} tokens and {max_tokens} to come need {needed} blocks of {self.pool.block_size}, "
+                                f"the pool has {self.pool.n_blocks}")
+        return max_tokens
+
+    def add(self, prompt, prompt_ids, params, request_id=None):
+        """Take a request, which :meth:`check` lets pass; it runs with the coming steps.
+
+        Returns
+        -------
+        Request
+        """
+        request = self._request(prompt, prompt_ids, params, request_id, self.check(prompt_ids, params))
+        self.scheduler.add(request.samples[0])
+        return request
+
+    def _request(self, prompt, prompt_ids, params, request_id, max_tokens):
+        number, self._n_requests = self._n_requests, self._n_requests + 1
+        seed = params.seed
+        if seed is None:
+            digest = hashlib.blake2b(f"{self._seed} {number}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "little")
+        return Request(number, str(number) if request_id is None else request_id, prompt, prompt_ids, params, seed,
+                       max_tokens, frozenset() if params.ignore_eos else self._end_ids, self.tokenizer)  # fmt: skip
+
+    def refused(self, prompt, prompt_ids, params, error):
+        """A request that never runs: it has ended, with this error."""
+        request = self._request(prompt, prompt_ids, params, None, 1)
+        request.end("error", error)
+        return request
+
+    def abort(self, request, reason="abort", error=None):
+        """End a request now, and give its blocks back. One that has ended stays as it is."""
+        for sample in request.samples:
+            self.scheduler.remove(sample)
+        request.end(reason, error)
+
+    @property
+    def has_work(self):
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def step(self):
+        """One step of the model, over rows of as many requests as fit.
+
+        After an exception all rows are given back and the engine is usable; requests that go on are computed anew from
+        their tokens by the next steps, with the same outcome.
+
+        Returns
+        -------
+        list of Request
+            Those that got a token or ended, each once.
+        """
+        started, rows = time.perf_counter(), []
+        try:
+            rows += self.scheduler.schedule()
+            if rows:
+                return self._run(rows)
+            if self.scheduler.waiting:
+                return [self._refuse_first()]
+            return []
+        except BaseException as error:
+            self._recover(rows, error)
+            raise
+        finally:
+            self._busy_s += time.perf_counter() - started
+
+    def _recover(self, rows, error):
+        """After an exception anywhere in a step: nothing runs, and who has not ended waits to be computed anew."""
+        scheduler = self.scheduler
+        requests = {sample.request.number: sample.request
+                    for sample in (*scheduler.running, *scheduler.waiting, *(sample for sample, _ in rows))}
+        scheduler.reset()
+        if self._torn is not None:  # its last token may be half there
+            self._torn.end("error", error)
+            self._torn = None
+        for number in sorted(requests):
+            request = requests[number]
+            request.forked = request.forked or request.samples[0].n_generated > 0
+            for sample in request.samples if request.forked else request.samples[:1]:
+                sample.seq, sample.path = None, []
+                if sample.finish_reason is None:
+                    scheduler.add(sample)
+
+    def _run(self, rows):
+        # Rows of logits: for the prompt's log-probabilities those of all its tokens, else the last where it is reached.
+        counts = [n if sample.needs_prompt_logits else int(n == sample.n_pending) for sample, n in rows]
+        batch = []
+        for sample, n in rows:
+            first = len(sample.seq)
+            batch.append((sample.seq, np.array(sample.tokens[first:first + n], np.int64)))
+        logits = self.model.step(batch, n_logits=counts, out=self.sampler.rows(sum(counts)))
+        self._n_steps += 1
+
+        wanted, end = [], 0
+        for (sample, n), count in zip(rows, counts):
+            end += count
+            if sample.needs_prompt_logits:
+                self._add_prompt_logprobs(sample, logits[end - count:end])
+            self.cache.extend(sample.path, sample.tokens, sample.seq)
+            if sample.n_pending == 0:
+                wanted += [(end - 1, each) for each in self._drawn_with(sample)]
+        drawn = self.sampler.draw(logits, wanted)
+
+        requests = {}
+        for (_, sample), (token, logprobs) in zip(wanted, drawn):
+            request = requests.setdefault(sample.request.number, sample.request)
+            if token < 0:
+                request.error = ValueError("the model's logits hold NaN, or no finite maximum")
+            elif request.error is None:
+                self._torn = request
+                sample.append(token, logprobs)
+                self._torn = None
+                self._n_tokens += 1
+        for request in requests.values():
+            if request.error is not None:
+                self.abort(request, "error", request.error)
+                continue
+            self._fork(request)
+            for sample in request.samples:
+                if sample.finish_reason is not None:
+                    self.scheduler.remove(sample)
+        return list(requests.values())
+
+    @staticmethod
+    def _drawn_with(sample):
+        """Samples whose next token comes of this one's logits: all of a request, when its prompt is done."""
+        request = sample.request
+        return [sample] if request.forked else request.samples
+
+    def _fork(self, request):
+        """Let the samples past the first begin, with the rows of the first."""
+        if request.forked:
+            return
+        request.forked = True
+        first = request.samples[0]
+        for sample in request.samples[1:]:
+            if sample.finish_reason is None and first.seq is not None:
+                sample.seq = first.seq.fork()
+                sample.path = list(first.path)
+                self.cache.hold(sample.path)
+                self.scheduler.run(sample)
+            elif sample.finish_reason is None:
+                self.scheduler.add(sample)
+
+    def _add_prompt_logprobs(self, sample, logits):
+        """Log-probabilities of the prompt's tokens that follow the rows just computed."""
+        request = sample.request
+        first = len(sample.seq) - len(logits)  # position of the first row; its logits are about the next token
+        known = request.prompt_logprobs
+        rows = [i for i in range(len(logits)) if len(known) <= first + i + 1 < len(request.prompt_ids)]
+        if rows:
+            tokens = [request.prompt_ids[first + i + 1] for i in rows]
+            known += self.sampler.logprobs(logits, rows, tokens, [request.params.prompt_logprobs] * len(rows))
+
+    def _refuse_first(self):
+        """End the request that would run next: nothing runs, and yet its blocks are not there."""
+        request = self.scheduler.waiting[0].request
+        needed = -(-len(self.scheduler.waiting[0].tokens) // self.pool.block_size)
+        n_free = self.pool.n_free + self.cache.n_idle
+        error = PoolExhausted(f"needs {needed} blocks, {n_free} of {self.pool.n_blocks} are free while nothing of this "
+                              "engine runs: the others are held outside it")
+        self.abort(request, "error", error)
+        return request
+
+    def stats(self):
+        """What the engine does now and has done.
+
+        Returns
+        -------
+        dict
+            ``running``, ``waiting``: samples. ``blocks_free``, ``blocks_used`` (by sequences), ``blocks_cached``
+            (kept for later prompts, evicted when needed): all add up to the pool. ``prefix_queries``,
+            ``prefix_hits``: tokens looked for in the prefix cache, and found. ``preemptions``, ``steps``, ``tokens``:
+            since the start. ``tokens_per_s``: drawn in the time that steps took.
+        """
+        n_free, n_cached = self.pool.n_free, self.cache.n_idle
+        return {
+            "running": len(self.scheduler.running), "waiting": len(self.scheduler.waiting),
+            "blocks_free": n_free, "blocks_used": self.pool.n_blocks - n_free - n_cached, "blocks_cached": n_cached,
+            "prefix_queries": self.cache.n_queries, "prefix_hits": self.cache.n_hits,
+            "preemptions": self.scheduler.n_preemptions, "steps": self._n_steps, "tokens": self._n_tokens,
+            "tokens_per_s": self._n_tokens / self._busy_s if self._busy_s else 0.0,
+        }  # fmt: skip
+
+
+def _tokenizer_or_none(model):
+    """The model's tokenizer; None where its file has none."""
+    from pagedkv.errors import FormatError
+
+    try:
+        return model.tokenizer
+    except FormatError:
+        return None

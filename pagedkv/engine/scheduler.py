@@ -1,0 +1,161 @@
+"""Which rows the next step computes: continuous batching, chunked prefill, admission and preemption."""
+
+from bisect import insort
+
+from pagedkv import _core
+from pagedkv.sequence import Sequence
+
+# Rows of a step that give log-probabilities of prompts: each takes a row of logits, 200 kB with 49,152 of them.
+PROMPT_LOGPROB_ROWS = 64
+
+
+class Scheduler:
+    """Samples that run and samples that wait, over one pool.
+
+    All choices follow the order of arrival. Whoever runs goes on; who waits is admitted while there is place; when
+    blocks run out the newest that runs gives all of its up and waits again, to be computed anew from its tokens. The
+    oldest can always go on, alone at the worst, as no request is taken that does not fit the pool.
+
+    Parameters
+    ----------
+    pool : BlockPool
+    cache : PrefixCache
+    max_num_seqs : int
+        Sequences that run at the same time, at most.
+    max_num_batched_tokens : int
+        Rows of a step, at most.
+    max_tokens : int
+        Bound of every sequence.
+    """
+
+    def __init__(self, pool, cache, max_num_seqs, max_num_batched_tokens, max_tokens):
+        self.pool, self.cache = pool, cache
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_tokens = max_tokens
+        self.running = []  # samples with a sequence, in their order
+        self.waiting = []  # samples without one, in their order
+        self.n_preemptions = 0
+        self._n_rows = self._n_logit_rows = 0  # of the next step, not given to anybody yet
+
+    def add(self, sample):
+        """Let a sample wait for its turn."""
+        insort(self.waiting, sample, key=lambda each: each.order)
+
+    def run(self, sample):
+        """A sample that has a sequence runs; one too many is preempted at once, and starts when there is place."""
+        insort(self.running, sample, key=lambda each: each.order)
+        if len(self.running) > self.max_num_seqs:
+            self.preempt(self.running[-1])
+
+    def remove(self, sample):
+        """Forget a sample, and give back what it holds."""
+        if sample in self.running:
+            self.running.remove(sample)
+        elif sample in self.waiting:
+            self.waiting.remove(sample)
+        self._drop_rows(sample)
+
+    def preempt(self, sample):
+        """Take a running sample's rows away; it waits, ahead of all that came later."""
+        self.running.remove(sample)
+        self._drop_rows(sample)
+        self.add(sample)
+        self.n_preemptions += 1
+
+    def reset(self):
+        """Forget all samples and free their sequences."""
+        for sample in (*self.running, *self.waiting):
+            if sample.seq is not None:
+                sample.seq.free()
+        self.running, self.waiting = [], []
+        self.cache.leave_all()
+
+    def _drop_rows(self, sample):
+        if sample.seq is not None:
+            sample.seq.free()
+            sample.seq = None
+        self.cache.leave(sample.path)
+        sample.path = []
+
+    def schedule(self):
+        """Choose the rows of the next step, and make sure that the pool has blocks for them.
+
+        Returns
+        -------
+        list of (Sample, int)
+            How many of its pending tokens each computes. Empty: nobody waits or runs, or (where somebody outside holds
+            blocks) the first that waits does not fit.
+        """
+        self._n_rows, self._n_logit_rows = self.max_num_batched_tokens, PROMPT_LOGPROB_ROWS
+        rows, n_taken = self._go_on()
+        self._n_rows = self.max_num_batched_tokens - sum(n for _, n in rows)
+        # What prompts under way still need after this step.
+        n_taken += sum(self._n_blocks(len(sample.tokens)) - self._n_blocks(len(sample.seq) + n) for sample, n in rows)
+        return rows + self._admit(n_taken)
+
+    def _share(self, sample):
+        """The rows that a sample gets of those left of this step."""
+        n = min(sample.n_pending, self._n_rows)
+        if sample.needs_prompt_logits:
+            n = min(n, self._n_logit_rows)
+            self._n_logit_rows -= n
+        self._n_rows -= n
+        return n
+
+    def _go_on(self):
+        """Rows of those that run, who decode first, so that no prompt keeps them waiting; and the blocks they take."""
+        order = sorted(self.running, key=lambda each: each.n_pending > 1)
+        rows = [(sample, n) for sample in order if (n := self._share(sample))]
+        while True:
+            needed = _core.blocks_needed([sample.seq for sample, _ in rows], [n for _, n in rows])
+            if self._free(needed):
+                return rows, needed
+            newest = self.running[-1]
+            self.preempt(newest)
+            rows = [row for row in rows if row[0] is not newest]
+
+    def _n_blocks(self, n_tokens):
+        return -(-n_tokens // self.pool.block_size)
+
+    def _free(self, n_blocks):
+        """Whether the pool has so many free blocks, after idle ones of the cache were evicted where they must."""
+        short = n_blocks - self.pool.n_free
+        if short > self.cache.n_idle:
+            return False
+        if short > 0:
+            self.cache.evict(short)
+        return True
+
+    def _admit(self, n_taken):
+        """Start those who wait, oldest first, while rows and blocks are left. n_taken: blocks that are spoken for.
+
+        A sample starts where all its rows fit beside what the prompts under way still need, and not only the first
+        chunk: else long prompts would push each other out halfway."""
+        rows, block_size = [], self.pool.block_size
+        while self.waiting and self._n_rows > 0 and len(self.running) < self.max_num_seqs:
+            sample = self.waiting[0]
+            path = [] if sample.needs_prompt_logits else self.cache.find(sample.tokens)
+            self.cache.hold(path)
+            # The last token's logits are wanted even where its row is there: its block is then copied and the row
+            # computed once more.
+            n_rows = min(len(path) * block_size, len(sample.tokens) - 1)
+            needed = self._n_blocks(len(sample.tokens)) - n_rows // block_size
+            if not self._free(n_taken + needed):
+                self.cache.leave(path)
+                break
+            sample.seq = Sequence.from_blocks(self.pool, [node.block_id for node in path], self.max_tokens)
+            sample.seq.truncate(n_rows)
+            n_kept = n_rows // block_size
+            self.cache.leave(path[n_kept:])
+            sample.path = path[:n_kept]
+            self.cache.n_queries += len(sample.tokens)
+            self.cache.n_hits += n_rows
+            if sample.request.n_cached is None:
+                sample.request.n_cached = n_rows
+            self.running.append(self.waiting.pop(0))
+            n_taken += needed
+            n = self._share(sample)
+            if n:
+                rows.append((sample, n))
+        self.running.sort(key=lambda each: each.order)
+        return rows
