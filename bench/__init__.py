@@ -1,4 +1,4 @@
-"""Benchmarks: every figure beside the limit that this machine puts on it. See README.md."""
+"""Runs pagedkv.bench from the source tree. See README.md."""
 
 import sys
 from pathlib import Path

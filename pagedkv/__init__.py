@@ -1,8 +1,23 @@
 """Batched Llama decoding on CPUs over a paged KV cache, in which how a token was computed never shows in its bits."""
 
 import os as _os
+import sys as _sys
 
-from pagedkv.threads import set_num_threads  # isort: skip  (first: it loads the core)
+
+def _is_the_command():
+    """Whether Python was started as ``pagedkv ...`` or ``python -m pagedkv ...``."""
+    name = _os.path.basename(_sys.argv[0]) if getattr(_sys, "argv", None) else ""
+    return name in ("pagedkv", "pagedkv.exe") or (name == "-m" and "pagedkv" in _sys.orig_argv)
+
+
+try:
+    from pagedkv.threads import set_num_threads  # isort: skip  (first: it loads the core)
+except ValueError as _error:  # an environment variable
+    if not _is_the_command():
+        raise
+    if _sys.stderr is not None:
+        print(f"pagedkv: error: {_error}", file=_sys.stderr)
+    _sys.exit(2)
 from pagedkv._core import (
     ApStatus,
     Blk4Status,

@@ -48,11 +48,19 @@ cdef extern from "pagedkv/fpenv.h" nogil:
     void pkv_fpenv_leave(uint64_t saved)
 
 
+cdef extern from "pagedkv/kv.h" nogil:
+    int64_t pkv_kv_group(int dtype)
+    int64_t pkv_kv_value_nbytes(int dtype)
+    int64_t pkv_kv_scales_nbytes(int dtype, int64_t n)
+    int64_t pkv_kv_row_nbytes(int dtype, int64_t n)
+
+
 cdef extern from "pagedkv/pool.h" nogil:
     ctypedef struct pkv_pool:
         int64_t n_blocks, n_layers, block_size, kv_dim
-        float *k
-        float *v
+        int32_t dtype
+        unsigned char *k
+        unsigned char *v
         int32_t *ref_count
         int64_t n_free, n_planned
     ctypedef struct pkv_seq:
@@ -60,6 +68,8 @@ cdef extern from "pagedkv/pool.h" nogil:
         int32_t *block_table
         int64_t max_blocks, n_blocks, seq_len
     pkv_status pkv_pool_new(int64_t n_blocks, int64_t n_layers, int64_t kv_dim, int64_t block_size, pkv_pool **out)
+    pkv_status pkv_pool_new_of(int dtype, int64_t n_blocks, int64_t n_layers, int64_t kv_dim, int64_t block_size,
+                               pkv_pool **out)
     void pkv_pool_free(pkv_pool *pool)
     pkv_status pkv_alloc_block(pkv_pool *pool, int32_t *block_id)
     pkv_status pkv_ref_block(pkv_pool *pool, int64_t block_id)
@@ -80,6 +90,12 @@ cdef extern from "pagedkv/pool.h" nogil:
                                float *k_out, float *v_out)
 
 
+cdef extern from "pagedkv/int8_scalar.h" nogil:
+    const int64_t PKV_INT8_GROUP
+    ctypedef struct pkv_int8_group:
+        pass
+
+
 cdef extern from "pagedkv/dispatch.h" nogil:
     ctypedef struct pkv_kernels:
         const char *isa
@@ -90,6 +106,7 @@ cdef extern from "pagedkv/dispatch.h" nogil:
         void (*rope)(float *head, const float *cos, const float *sin, int64_t half) noexcept nogil
         void (*swiglu)(const float *gate, const float *up, float *y, int64_t n) noexcept nogil
         void (*expand)(int dtype, const unsigned char *panel, int64_t k_0, int64_t n_k, float *out) noexcept nogil
+        void (*quantize_row)(const float *x, int64_t n, pkv_int8_group *groups) noexcept nogil
     const pkv_kernels pkv_kernel_tables[]
     int pkv_n_kernel_tables()
     bint pkv_isa_runs(int i)
@@ -102,10 +119,11 @@ cdef extern from "pagedkv/attention.h" nogil:
         int64_t n_heads, n_kv_heads, head_dim
         float scale
     ctypedef struct pkv_kv_view:
-        const float *k
-        const float *v
+        const unsigned char *k
+        const unsigned char *v
         const int32_t *block_table
-        int64_t block_stride, layer_stride, row_stride, block_size
+        int64_t block_stride, layer_stride, kv_dim, block_size
+        int32_t dtype
     ctypedef struct pkv_attn_segment:
         pkv_kv_view kv
         int64_t row, n_rows, visible, visible_step
@@ -132,6 +150,10 @@ cdef extern from "pagedkv/step.h" nogil:
     ctypedef struct pkv_panel:
         const void *data
         int32_t dtype
+    ctypedef struct pkv_rows:
+        const float *x
+        const pkv_int8_group *codes
+        int64_t n
     ctypedef struct pkv_weight:
         const pkv_panel *panels
         int64_t n, k
@@ -148,6 +170,7 @@ cdef extern from "pagedkv/step.h" nogil:
         const pkv_layer *layers
         const float *out_norm
         pkv_weight embedding, head
+        bint int8
     ctypedef struct pkv_step:
         const pkv_model *model
         const pkv_kernels *kernels
@@ -158,23 +181,23 @@ cdef extern from "pagedkv/step.h" nogil:
         pkv_attn_plan plan
         const int64_t *out_row
         float *logits
-        float *attn
-        float *ffn
+        pkv_int8_group *attn_codes
         float *partials
     int64_t pkv_pad(int64_t n)
     int64_t pkv_qkv_len(const pkv_model *m)
     int64_t pkv_n_groups(int64_t n_panels, int64_t n_threads)
-    int64_t pkv_matmul_group(const pkv_kernels *kernels, const float *x, int64_t n_rows, const pkv_weight *w,
-                             int64_t group, int64_t n_groups, float *y, float *scratch)
+    void pkv_matmul_group(const pkv_kernels *kernels, pkv_rows rows, const pkv_weight *w, int64_t group,
+                          int64_t n_groups, float *y, float *scratch)
     void pkv_step_embed(const pkv_step *s, int64_t i)
     void pkv_step_norm(const pkv_step *s, const float *gamma, int64_t i)
     void pkv_step_qkv(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups, int thread)
     void pkv_step_rope_append(const pkv_step *s, int64_t layer, int64_t i)
     void pkv_step_attend(const pkv_step *s, int64_t layer, int64_t item, int thread)
     void pkv_step_join(const pkv_step *s, int64_t item)
-    void pkv_step_project(const pkv_step *s, const pkv_weight *w, const float *rows, int64_t group, int64_t n_groups,
-                          int thread)
+    void pkv_step_quantize_attn(const pkv_step *s, int64_t i)
+    void pkv_step_attn_out(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups, int thread)
     void pkv_step_gate_up(const pkv_step *s, const pkv_layer *layer, int64_t panel, int thread)
+    void pkv_step_down(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups, int thread)
     void pkv_step_out_norm(const pkv_step *s, int64_t i)
     void pkv_step_head(const pkv_step *s, int64_t group, int64_t n_groups, int thread)
     int64_t pkv_step_lay_out(pkv_step *s, const pkv_model *m, int64_t n_rows, int64_t n_threads, float *block)
@@ -205,7 +228,7 @@ cdef class PoolCore:
     cdef list orphans                # sequences dropped while the lock was held: freed at the next call
     cdef void reap(self)
     cdef void try_reap(self)
-    cdef view(self, float *data)
+    cdef view(self, unsigned char *data, bint scales)
 
 
 cdef class SequenceCore:

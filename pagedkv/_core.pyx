@@ -23,9 +23,13 @@ cdef extern from *:
     #include <omp.h>
     #else
     static int omp_get_max_threads(void) { return 1; }
+    static int omp_get_num_procs(void) { return 1; }
     #endif
+    /* By this symbol threadpoolctl tells the library from others of its file name (threads.py). */
+    Py_EXPORTED_SYMBOL int pagedkv_core = 1;
     """
     int omp_get_max_threads() nogil
+    int omp_get_num_procs() nogil
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -91,6 +95,8 @@ cdef tuple STACK_CHAIN = (Flv4Status.FLV4_ERR_STACK, Stk4Status.STK4_ERR_LAYER)
 cdef const pkv_kernels *KERNELS = pkv_kernels_for(NULL)
 cdef int N_THREADS = 1
 cdef int OMP_DEFAULT = omp_get_max_threads()
+cdef int QUOTA = 0                # processors that the cgroup grants; 0: no limit
+cdef bint CAPPED = True           # teams are no larger than the processors there are
 cdef bint TEAM_STARTED = False
 cdef bint FORKED = False
 
@@ -102,13 +108,29 @@ def _set_num_threads(int n):
         FORKED = False    # asked for in a child whose parent had no team here: the runtime can start one
 
 
+def _asked_num_threads():
+    """What was set, whatever limits it now."""
+    return N_THREADS
+
+
+def _set_quota(int n):
+    global QUOTA
+    QUOTA = n
+
+
+def _set_capped(bint capped):
+    """False, for tests: start as many threads as asked for, even on fewer processors."""
+    global CAPPED
+    CAPPED = capped
+
+
 def get_num_threads():
-    """Threads that the next call uses at most."""
+    """Threads that the next call uses at most. Fewer run where this process has fewer processors."""
     return n_threads_now()
 
 
 cdef int n_threads_now():
-    # A limit set on the OpenMP runtime since import (threadpoolctl does that) holds here too. After a fork
+    # A limit set on the OpenMP runtime since import (omp_set_num_threads of any library) holds here too. After a fork
     # the child has none of the parent's team (ours or another library's), and the runtime would wait for it forever.
     cdef int n = N_THREADS, limit = omp_get_max_threads()
     if FORKED:
@@ -119,9 +141,17 @@ cdef int n_threads_now():
 
 
 cdef int team():
-    """n_threads_now, for a call that is about to start them."""
+    """Threads for a call that is about to start them: n_threads_now, but no more than can run at once.
+
+    At a barrier all wait for the slowest, and one that is not running is slow: 16 threads on 2 processors made a step
+    of one row take twice as long. Nor does the runtime survive a count whose stacks do not fit the address space.
+    The affinity is asked for each time, as it may change."""
     global TEAM_STARTED
     cdef int n = n_threads_now()
+    if CAPPED and n > 1:
+        n = max(1, min(n, omp_get_num_procs()))
+        if 0 < QUOTA < n:
+            n = QUOTA
     if n > 1:
         TEAM_STARTED = True
     return n
@@ -158,16 +188,36 @@ def _set_isa(str name):
 
 POOLS = weakref.WeakSet()    # whose locks a forked child makes anew
 
+# Types of K and V rows, and what NumPy sees of them (it has no bfloat16: those are the bits).
+KV_DTYPES = {"float32": PKV_F32, "float16": PKV_F16, "bfloat16": PKV_BF16, "q8_0": PKV_Q8_0}
+cdef dict KV_VIEWS = {PKV_F32: np.float32, PKV_F16: np.float16, PKV_BF16: np.uint16, PKV_Q8_0: np.int8}
+
+
+def kv_group(str dtype):
+    """Values that share a scale; 1 without scales."""
+    return pkv_kv_group(KV_DTYPES[dtype])
+
+
+def kv_row_nbytes(str dtype, int64_t kv_dim):
+    """Bytes of one row of K (or V)."""
+    return pkv_kv_row_nbytes(KV_DTYPES[dtype], kv_dim)
+
 
 @cython.no_gc_clear      # the sequences of a collected cycle still need the lock and the pool
 cdef class PoolCore:
     """Blocks, their counts and the free stack. Subclassed by :class:`pagedkv.BlockPool`."""
 
     def __cinit__(self, int64_t n_blocks, int64_t n_layers, int64_t kv_dim, int64_t block_size=16, dtype="float32"):
-        cdef pkv_status status = pkv_pool_new(n_blocks, n_layers, kv_dim, block_size, &self.ptr)
+        if dtype not in KV_DTYPES:
+            raise error(f"a pool holds {', '.join(KV_DTYPES)}, not {dtype!r}", (PkvStatus.PKV_ERR_BAD_DIM,))
+        cdef int kv_dtype = KV_DTYPES[dtype]
+        if kv_dim > 0 and kv_dim % pkv_kv_group(kv_dtype):
+            raise error(f"{dtype} has a scale for each {pkv_kv_group(kv_dtype)} values, which do not divide kv_dim "
+                        f"{kv_dim}", (PkvStatus.PKV_ERR_BAD_DIM,))
+        cdef pkv_status status = pkv_pool_new_of(kv_dtype, n_blocks, n_layers, kv_dim, block_size, &self.ptr)
         if status == PKV_ERR_NULL:
-            raise MemoryError(f"no memory for {n_blocks} blocks of {n_layers} x {block_size} x {kv_dim} floats, "
-                              "twice")
+            raise MemoryError(f"no memory for {n_blocks} blocks of {n_layers} x {block_size} x {kv_dim} values of "
+                              f"{dtype}, twice")
         if status != PKV_OK:
             raise error(f"n_blocks {n_blocks}, n_layers {n_layers}, kv_dim {kv_dim} must be positive and small "
                         f"enough for one address space, and block_size {block_size} must divide {PKV_CHUNK}",
@@ -195,7 +245,7 @@ cdef class PoolCore:
 
     @property
     def kv_dim(self):
-        """Floats of K (or V) in one row: ``n_kv_heads * head_dim``."""
+        """Values of K (or V) in one row: ``n_kv_heads * head_dim``."""
         return self.ptr.kv_dim
 
     @property
@@ -232,24 +282,54 @@ cdef class PoolCore:
         self.try_reap()
         return self.ptr.ref_count[block_id]
 
-    cdef view(self, float *data):
-        cdef cnp.npy_intp shape[4]
-        shape[0], shape[1] = self.ptr.n_blocks, self.ptr.n_layers
-        shape[2], shape[3] = self.ptr.block_size, self.ptr.kv_dim
-        array = cnp.PyArray_SimpleNewFromData(4, shape, cnp.NPY_FLOAT32, data)
+    @property
+    def dtype(self):
+        """Type of the stored rows: ``"float32"``, ``"float16"``, ``"bfloat16"`` or ``"q8_0"``."""
+        return next(name for name, kv_dtype in KV_DTYPES.items() if kv_dtype == self.ptr.dtype)
+
+    @property
+    def nbytes(self):
+        """Bytes of K and V together; the system gives a block's when it is first written."""
+        cdef int64_t n_rows = self.ptr.n_blocks * self.ptr.n_layers * self.ptr.block_size
+        return 2 * n_rows * pkv_kv_row_nbytes(self.ptr.dtype, self.ptr.kv_dim)
+
+    cdef view(self, unsigned char *data, bint scales):
+        """The values of K or V, or their scales, out of layers of blocks that hold first the one, then the other."""
+        cdef int64_t kv_dim = self.ptr.kv_dim, width = pkv_kv_value_nbytes(self.ptr.dtype)
+        cdef int64_t row = kv_dim * width, scales_row = pkv_kv_scales_nbytes(self.ptr.dtype, kv_dim)
+        cdef int64_t layer = self.ptr.block_size * (row + scales_row), begin = 0
+        cdef cnp.npy_intp n_bytes = self.ptr.n_blocks * self.ptr.n_layers * layer
+        dtype = np.dtype(KV_VIEWS[self.ptr.dtype])
+        if scales:
+            begin, row, kv_dim, dtype = self.ptr.block_size * row, scales_row, scales_row // 2, np.dtype(np.float16)
+        array = cnp.PyArray_SimpleNewFromData(1, &n_bytes, cnp.NPY_UINT8, data)
         cnp.set_array_base(array, self)
         array.flags.writeable = False
-        return array
+        return np.ndarray((self.ptr.n_blocks, self.ptr.n_layers, self.ptr.block_size, kv_dim), dtype, array, begin,
+                          (self.ptr.n_layers * layer, layer, row, dtype.itemsize))
 
     @property
     def k(self):
-        """Read-only view of all keys, ``[n_blocks, n_layers, block_size, kv_dim]`` float32, no copy."""
-        return self.view(self.ptr.k)
+        """Read-only view of all keys, ``[n_blocks, n_layers, block_size, kv_dim]``, no copy.
+
+        float32, float16, the bits of bfloat16 as uint16, or the codes of q8_0 as int8."""
+        return self.view(self.ptr.k, False)
 
     @property
     def v(self):
-        """Read-only view of all values, shaped as :attr:`k`."""
-        return self.view(self.ptr.v)
+        """Read-only view of all values, as :attr:`k`."""
+        return self.view(self.ptr.v, False)
+
+    @property
+    def k_scale(self):
+        """Read-only view of the scales of a q8_0 pool's keys, ``[n_blocks, n_layers, block_size, kv_dim // 32]``
+        float16; None for the other types. A value is its code times its scale."""
+        return self.view(self.ptr.k, True) if self.ptr.dtype == PKV_Q8_0 else None
+
+    @property
+    def v_scale(self):
+        """The scales of the values, as :attr:`k_scale`."""
+        return self.view(self.ptr.v, True) if self.ptr.dtype == PKV_Q8_0 else None
 
     def alloc_block(self):
         """Take a free block and own it once; returns its id."""
@@ -281,6 +361,14 @@ cdef class PoolCore:
 # ---------------------------------------------------------------------------------------------------
 # Sequence
 
+cdef int check_head_dim(const pkv_pool *pool, int64_t head_dim, tuple chain) except -1:
+    """Scales belong to one head: its values are whole groups of them."""
+    if head_dim % pkv_kv_group(pool.dtype):
+        raise error(f"q8_0 has a scale for each {pkv_kv_group(pool.dtype)} values, which do not divide head_dim "
+                    f"{head_dim}", chain)
+    return 0
+
+
 cdef const float *rows_f32(cnp.ndarray a, str name, int64_t n, int64_t width, tuple chain) except? NULL:
     """Pointer to a C-contiguous float32 [n, width] array, or the error that names what differs.
 
@@ -311,6 +399,14 @@ cdef write_error(pkv_status status, const pkv_seq *seq, int64_t n):
         return error(f"the number of rows must be positive, not {n}", (PkvStatus(status),))
     return error(f"rows [{seq.seq_len}, {seq.seq_len + n}) are not all reserved in blocks of this sequence alone "
                  f"({seq.n_blocks} blocks of {seq.pool.block_size}): call ensure_append first", (PkvStatus(status),))
+
+
+cdef pkv_status append_rows(pkv_seq *seq, int64_t layer, const float *k, const float *v, int64_t n) noexcept nogil:
+    """pkv_append_layer, rounding as the floating-point environment of the kernels does."""
+    cdef uint64_t saved = pkv_fpenv_enter()
+    cdef pkv_status status = pkv_append_layer(seq, layer, k, v, n)
+    pkv_fpenv_leave(saved)
+    return status
 
 
 @cython.no_gc_clear
@@ -405,7 +501,8 @@ cdef class SequenceCore:
                 raise append_error(status, seq, n, needed, "", ())
 
     def append_layer(self, int64_t layer, k, v):
-        """Write rows ``[len, len + n)`` of one layer. `k`, `v`: float32 ``[n, kv_dim]``. Does not advance."""
+        """Write rows ``[len, len + n)`` of one layer. `k`, `v`: float32 ``[n, kv_dim]``, rounded here to the pool's
+        type, to nearest with ties to even. Does not advance."""
         cdef cnp.ndarray k_rows = np.ascontiguousarray(k), v_rows = np.ascontiguousarray(v)
         cdef tuple chain = (PkvStatus.PKV_ERR_BAD_DIM,)
         cdef const float *k_ptr
@@ -417,7 +514,7 @@ cdef class SequenceCore:
             v_ptr = rows_f32(v_rows, "v", k_rows.shape[0], seq.pool.kv_dim, chain)
             if layer < 0 or layer >= seq.pool.n_layers:
                 raise error(f"layer {layer} is outside [0, {seq.pool.n_layers})", (PkvStatus.PKV_ERR_BOUNDS,))
-            status = pkv_append_layer(seq, layer, k_ptr, v_ptr, k_rows.shape[0])
+            status = append_rows(seq, layer, k_ptr, v_ptr, k_rows.shape[0])
             if status != PKV_OK:
                 raise write_error(status, seq, k_rows.shape[0])
 
@@ -440,7 +537,7 @@ cdef class SequenceCore:
                 raise error(f"length {n} is outside [0, {seq.seq_len}]", (PkvStatus(status),))
 
     def gather_head(self, int64_t layer, int64_t kv_head, int64_t head_dim, total_k=None):
-        """Copies of one KV head's rows: ``(K, V)``, each float32 ``[total_k, head_dim]``."""
+        """Copies of one KV head's rows: ``(K, V)``, each float32 ``[total_k, head_dim]``: what attention reads."""
         cdef cnp.ndarray k, v
         cdef int64_t n, n_rows
         cdef float *k_ptr
@@ -454,6 +551,7 @@ cdef class SequenceCore:
             if head_dim <= 0 or n < 0:
                 raise error(f"head_dim {head_dim} must be positive and total_k {n} not negative",
                             (PkvStatus.PKV_ERR_BAD_DIM,))
+            check_head_dim(seq.pool, head_dim, (PkvStatus.PKV_ERR_BAD_DIM,))
             if n > n_rows or head_dim > seq.pool.kv_dim:
                 raise error(f"total_k {n} is over the {n_rows} reserved rows, or head_dim {head_dim} over kv_dim "
                             f"{seq.pool.kv_dim}", (PkvStatus.PKV_ERR_BOUNDS,))
@@ -619,9 +717,10 @@ cdef void fill_panel(const pkv_panel *panel, const unsigned char *raw, int64_t r
     pkv_pack_panel(panel.dtype, rows, k, <unsigned char *>panel.data)
 
 
-def matmul(const float[:, ::1] x, PackedWeight w not None, float[:, ::1] out):
-    """out [m, n] = x [m, k] times the transpose of w."""
+def matmul(const float[:, ::1] x, PackedWeight w not None, float[:, ::1] out, bint int8=False):
+    """out [m, n] = x [m, k] times the transpose of w; with int8 its quantised panels meet x in codes."""
     cdef pkv_weight weight = w.view()
+    cdef pkv_rows rows
     cdef int64_t m = x.shape[0], n_panels = pkv_panels_for(w.n), i
     cdef int n_threads = team()
     cdef int64_t n_groups = pkv_n_groups(n_panels, n_threads)
@@ -630,11 +729,18 @@ def matmul(const float[:, ::1] x, PackedWeight w not None, float[:, ::1] out):
         raise error(f"x [{m}, {x.shape[1]}] does not go with w [{w.n}, {w.k}]", (PkvStatus.PKV_ERR_BAD_DIM,))
     if m == 0:
         return
-    cdef Scratch scratch = Scratch(PKV_MATMUL_SCRATCH * n_threads)
+    cdef int64_t row_groups = w.k // PKV_INT8_GROUP if int8 and w.k % PKV_INT8_GROUP == 0 else 0
+    cdef int64_t n_code_floats = m * row_groups * <int64_t>(sizeof(pkv_int8_group) // sizeof(float))
+    cdef Scratch scratch = Scratch(PKV_MATMUL_SCRATCH * n_threads + n_code_floats)
+    cdef pkv_int8_group *codes = <pkv_int8_group *>(scratch.block + PKV_MATMUL_SCRATCH * n_threads)
+    rows.x, rows.codes, rows.n = &x[0, 0], codes if row_groups else NULL, m
     with nogil, parallel(num_threads=n_threads):
         saved = pkv_fpenv_enter()
+        if row_groups > 0:
+            for i in prange(m, schedule="static"):
+                KERNELS.quantize_row(&x[i, 0], w.k, codes + i * row_groups)
         for i in prange(n_groups, schedule="static"):
-            pkv_matmul_group(KERNELS, &x[0, 0], m, &weight, i, n_groups, &out[0, 0],
+            pkv_matmul_group(KERNELS, rows, &weight, i, n_groups, &out[0, 0],
                              scratch.block + threadid() * PKV_MATMUL_SCRATCH)
         pkv_fpenv_leave(saved)
 
@@ -812,9 +918,9 @@ cdef pkv_attn_segment paged_segment(const pkv_seq *seq, int64_t row, int64_t n_r
     cdef pkv_attn_segment segment
     cdef const pkv_pool *pool = seq.pool
     segment.kv.k, segment.kv.v, segment.kv.block_table = pool.k, pool.v, seq.block_table
-    segment.kv.block_stride = pool.n_layers * pool.block_size * pool.kv_dim
-    segment.kv.layer_stride = pool.block_size * pool.kv_dim
-    segment.kv.row_stride, segment.kv.block_size = pool.kv_dim, pool.block_size
+    segment.kv.layer_stride = pool.block_size * pkv_kv_row_nbytes(pool.dtype, pool.kv_dim)
+    segment.kv.block_stride = pool.n_layers * segment.kv.layer_stride
+    segment.kv.kv_dim, segment.kv.block_size, segment.kv.dtype = pool.kv_dim, pool.block_size, pool.dtype
     segment.row, segment.n_rows, segment.visible, segment.visible_step = row, n_rows, visible, causal
     return segment
 
@@ -844,11 +950,12 @@ def attn_with_paged(q, k_new, v_new, SequenceCore seq, int64_t layer, int64_t n_
             if kv_dim != ptr.pool.kv_dim:
                 raise error(f"n_kv_heads {n_kv_heads} * head_dim {head_dim} is not the pool's kv_dim "
                             f"{ptr.pool.kv_dim}", (PkvStatus.PKV_ERR_BAD_DIM,))
+            check_head_dim(ptr.pool, head_dim, (PkvStatus.PKV_ERR_BAD_DIM,))
             if layer < 0 or layer >= ptr.pool.n_layers:
                 raise error(f"layer {layer} is outside [0, {ptr.pool.n_layers})", (PkvStatus.PKV_ERR_BOUNDS,))
             work.segment = paged_segment(ptr, 0, n, ptr.seq_len + (1 if causal else n), causal)
             work.plan()
-            status = pkv_append_layer(ptr, layer, k_ptr, v_ptr, n)
+            status = append_rows(ptr, layer, k_ptr, v_ptr, n)
             if status != PKV_OK:
                 raise write_error(status, ptr, n)
         except errors.PagedKVError as cause:
@@ -872,11 +979,11 @@ def attention(q, k, v, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, bi
     if total_k <= 0 or (causal and total_k < n):
         raise error(f"{n} query rows need at least {n if causal else 1} keys, not {total_k}", chain)
     cdef pkv_attn_segment *segment = &work.segment
-    segment.kv.k = rows_f32(k_rows, "k", total_k, kv_dim, chain)
-    segment.kv.v = rows_f32(v_rows, "v", total_k, kv_dim, chain)
+    segment.kv.k = <const unsigned char *>rows_f32(k_rows, "k", total_k, kv_dim, chain)
+    segment.kv.v = <const unsigned char *>rows_f32(v_rows, "v", total_k, kv_dim, chain)
     segment.kv.block_table = NULL
-    segment.kv.block_size, segment.kv.row_stride = PKV_CHUNK, kv_dim
-    segment.kv.block_stride, segment.kv.layer_stride = PKV_CHUNK * kv_dim, 0
+    segment.kv.block_size, segment.kv.kv_dim, segment.kv.dtype = PKV_CHUNK, kv_dim, PKV_F32
+    segment.kv.block_stride, segment.kv.layer_stride = PKV_CHUNK * kv_dim * sizeof(float), 0
     segment.row, segment.n_rows, segment.visible_step = 0, n, causal
     segment.visible = total_k - n + 1 if causal else total_k
     cdef cnp.ndarray out = np.empty((n, n_heads * head_dim), np.float32)
@@ -1019,14 +1126,17 @@ cdef void run_pass(const pkv_step *s, int n_threads) noexcept nogil:
             if s.plan.n_join > 0:
                 for i in prange(s.plan.n_join, schedule="static"):
                     pkv_step_join(s, i)
+            if s.attn_codes is not NULL:
+                for i in prange(s.n_rows, schedule="static"):
+                    pkv_step_quantize_attn(s, i)
             for i in prange(o_groups, schedule="static"):
-                pkv_step_project(s, &layer.o, s.attn, i, o_groups, threadid())
+                pkv_step_attn_out(s, layer, i, o_groups, threadid())
             for i in prange(s.n_rows, schedule="static"):
                 pkv_step_norm(s, layer.ffn_norm, i)
             for i in prange(pkv_panels_for(m.ffn_dim), schedule="static"):
                 pkv_step_gate_up(s, layer, i, threadid())
             for i in prange(down_groups, schedule="static"):
-                pkv_step_project(s, &layer.down, s.ffn, i, down_groups, threadid())
+                pkv_step_down(s, layer, i, down_groups, threadid())
         for i in prange(s.n_out, schedule="static"):
             pkv_step_out_norm(s, i)
         if s.n_out > 0:
@@ -1039,9 +1149,9 @@ cdef class ModelCore:
     """Dimensions, and pointers into the weights that it keeps alive. Filled by :mod:`pagedkv.model`."""
 
     def __init__(self, config, const double[::1] inv_freq, list layers, const float[::1] out_norm,
-                 PackedWeight embedding not None, PackedWeight head not None):
+                 PackedWeight embedding not None, PackedWeight head not None, bint int8=False):
         """`layers`: dicts of attn_norm, ffn_norm, qkv_bias (float32 arrays or None) and qkv, o, gate_up,
-        down (PackedWeight)."""
+        down (PackedWeight). int8: quantised matrices meet quantised activations."""
         if self.layers is not NULL:
             raise RuntimeError("a model is initialised once")
         cdef pkv_model *m = &self.m
@@ -1061,7 +1171,7 @@ cdef class ModelCore:
         self.keep = [inv_freq, out_norm, embedding, head, layers]
         self.scratches = []
         self.layers = <pkv_layer *>new_array(m.n_layers, sizeof(pkv_layer))
-        m.layers, m.inv_freq = self.layers, &inv_freq[0]
+        m.layers, m.inv_freq, m.int8 = self.layers, &inv_freq[0], int8
         need(out_norm.shape[0] == m.hidden_dim, "output norm")
         need(embedding.shape == (m.vocab_size, m.hidden_dim), "embedding")
         need(head.shape == (m.vocab_size, m.hidden_dim), "head")
@@ -1088,6 +1198,11 @@ cdef class ModelCore:
 
     def __dealloc__(self):
         free(self.layers)
+
+    @property
+    def compute(self):
+        """``"int8"`` or ``"float32"``."""
+        return "int8" if self.m.int8 else "float32"
 
     @property
     def weight_nbytes(self):
@@ -1128,6 +1243,7 @@ cdef class ModelCore:
                 raise error(f"the pool of sequence {i} holds {pool.n_layers} layers of {pool.kv_dim}, the model "
                             f"has {self.m.n_layers} of {self.m.attn.n_kv_heads * self.m.attn.head_dim}",
                             (Flv4Status.FLV4_ERR_STACK, Stk4Status.STK4_ERR_BAD_DIM))
+            check_head_dim(pool, self.m.attn.head_dim, (Flv4Status.FLV4_ERR_STACK, Stk4Status.STK4_ERR_BAD_DIM))
         return 0
 
     def check(self, SequenceCore seq, tokens):

@@ -1,7 +1,8 @@
-"""The command: ``pagedkv generate``, of one prompt or of a file of them, and ``pagedkv info``.
+"""The command: ``pagedkv generate``, of one prompt or of a file of them, ``pagedkv info`` and ``pagedkv bench``.
 
-Nothing of the package is imported before :func:`main` runs, so that a bad environment variable or Ctrl-C during the
-imports ends like any other bad input or Ctrl-C.
+Nothing of the package is imported here before :func:`main` runs, so that a run of this file alone ends a bad environment
+variable or Ctrl-C during the imports like any other; for ``pagedkv`` and ``python -m pagedkv`` the package itself sees to
+the former.
 """
 
 import argparse
@@ -105,6 +106,8 @@ def _parser():
     command.add_argument("-n", type=_count, default=1, metavar="N", help="samples (default: 1)")
     command.add_argument("--model", default="smollm2-135m", help="a .gguf file, a Hugging Face directory or a known "
                          "name (default: smollm2-135m)")  # fmt: skip
+    command.add_argument("--compute", choices=("float32", "int8"), default="float32", help="what quantised weights "
+                         "meet: activations in float32, or quantised too, which is faster (default: float32)")  # fmt: skip
     command.add_argument("--chat", action="store_true", help="take the prompt as a user's message, through the "
                          "model's chat template")  # fmt: skip
     command.add_argument("--max-tokens", type=_count, default=128, metavar="N", help="tokens a sample (default: 128)")
@@ -114,6 +117,8 @@ def _parser():
     command.add_argument("--top-p", type=float, default=0.95, metavar="P", help="choose among the likeliest tokens "
                          "that make up probability P (default: 0.95)")  # fmt: skip
     command.add_argument("--seed", type=int, default=0, help="same seed, same text, on every machine (default: 0)")
+    command.add_argument("--kv-dtype", choices=["float32", "float16", "bfloat16", "q8_0"], default="float32",
+                         help="how K and V are stored: less memory for a small rounding (default: float32)")
     command.add_argument("--threads", type=_count, metavar="N", help="threads (default: the physical cores)")
     command.add_argument("--quiet", action="store_true", help="only the text, and the headers of several samples: no "
                          "last line of statistics; of a batch, no progress")  # fmt: skip
@@ -136,6 +141,8 @@ def _parser():
                                   description="Print a model's configuration and the memory it needs.")  # fmt: skip
     command.add_argument("model", help="a .gguf file, a Hugging Face directory or a known name")
     command.set_defaults(run=_info)
+
+    commands.add_parser("bench", help="time this machine, pagedkv and its peers")  # has a parser of its own: see _run
     return parser
 
 
@@ -276,10 +283,10 @@ class _Clocked:
         return self.sampling.choose(*arguments)
 
 
-def _check_memory(config, n, n_rows, n_blocks):
+def _check_memory(config, n, n_rows, n_blocks, kv_dtype):
     from pagedkv import model
 
-    block_nbytes = 2 * 4 * config.n_layers * config.kv_dim * BLOCK_SIZE
+    block_nbytes = model.kv_token_nbytes(config, kv_dtype) * BLOCK_SIZE
     needed, available = n_blocks * block_nbytes, model._available_nbytes()
     logits = 4 * n * config.vocab_size
     if needed + logits > available:
@@ -324,12 +331,12 @@ def _generate(args):
             _say(f"pagedkv: --max-tokens {args.max_tokens} is cut to {max_tokens}: the model's context holds "
                  f"{_n(config.context_len, 'token')}, and the prompt takes {len(ids):,}")  # fmt: skip
         n_blocks = blocks_needed(len(ids), args.n, max_tokens, BLOCK_SIZE)
-        _check_memory(config, args.n, len(ids) + max_tokens, n_blocks)
-        model = pk.LlamaModel.from_file(file)
+        _check_memory(config, args.n, len(ids) + max_tokens, n_blocks, args.kv_dtype)
+        model = pk.LlamaModel.from_file(file, compute=args.compute)
     stop_ids = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
     if args.n > 1 and args.temperature == 0:
         _say("pagedkv: at temperature 0 all samples are the same")
-    pool = model.new_pool(n_blocks=n_blocks, block_size=BLOCK_SIZE)
+    pool = model.new_pool(n_blocks=n_blocks, block_size=BLOCK_SIZE, dtype=args.kv_dtype)
 
     samples = _Samples(args.n, tokenizer)
     n_tokens = n_decoded = n_stopped = 0
@@ -394,7 +401,8 @@ def _generate_batch(args):
     except batch.LineError as error:
         raise UsageError(error.message) from None
     # All that a row depends on beside its line and the model's file.
-    settings = {"sampling": batch.changed_params(defaults), "chat": args.chat}
+    settings = {"sampling": batch.changed_params(defaults), "chat": args.chat,
+                "kv_dtype": args.kv_dtype, "compute": args.compute}  # fmt: skip
     if args.threads:
         pk.set_num_threads(args.threads)
     lines = batch.Input(_open_input(args.input), "standard input" if args.input == "-" else args.input)
@@ -409,11 +417,11 @@ def _generate_batch(args):
             plan = batch.make_plan(lines, output, stamp)
             outcome = batch.Outcome(plan.n_rows, plan.n_done, plan.n_errors)
             output.open()
-            model = pk.LlamaModel.from_file(file) if plan.n_done < plan.n_rows else None
+            model = pk.LlamaModel.from_file(file, compute=args.compute) if plan.n_done < plan.n_rows else None
         started = time.perf_counter()
         if model is not None:
             n_seqs = args.max_num_seqs or 64
-            pool = model.new_pool(n_blocks=args.n_blocks, block_size=BLOCK_SIZE, n_seqs=n_seqs)
+            pool = model.new_pool(n_blocks=args.n_blocks, block_size=BLOCK_SIZE, dtype=args.kv_dtype, n_seqs=n_seqs)
             engine = Engine(model, pool, n_seqs, 512)
             progress = batch.Progress(plan, engine, None if args.quiet else sys.stderr)
             with batch.stop_signals() as received:
@@ -527,6 +535,11 @@ def _run(argv):
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="replace")
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == ["bench"]:
+        from pagedkv.bench.__main__ import main as bench
+
+        sys.exit(bench(argv[1:], "pagedkv bench"))
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: _say(f"pagedkv: warning: {message}")
         args = _parse(argv)

@@ -39,22 +39,56 @@ def _physical_cores(cpus):
     return len(cores)
 
 
-def _cgroup_quota():
-    """Processors that the container may use, rounded up; None without a limit."""
+def _cgroup_quota(root=Path("/")):
+    """Processors that the cgroups of this process grant, rounded up; None without a limit.
+
+    A quota binds all groups below it, so the smallest on the way from the own group to the root counts. In a
+    container the mounted tree may begin at the own group, whose path then is not found in it: what is found counts.
+
+    Parameters
+    ----------
+    root : pathlib.Path
+        Where ``proc`` and ``sys`` are.
+    """
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # cgroup v2
-    except (OSError, ValueError):
-        try:
-            quota = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text().strip()  # v1
-            period = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    try:
-        if quota == "max" or int(quota) <= 0:
-            return None
-        return max(1, math.ceil(int(quota) / int(period)))
-    except (ValueError, ZeroDivisionError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
         return None
+    quotas = []
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        # The second folder is where hybrid systems mount version 2, or the same tree by its other name.
+        folders = (controllers, "cpu") if controllers else ("", "unified")
+        read = _quota_v1 if controllers else _quota_v2
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for folder in folders:
+            top = root / "sys/fs/cgroup" / folder
+            quotas += [read(top.joinpath(*parts[:depth])) for depth in range(len(parts) + 1)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota_v2(group):
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
+        return _processors(quota, period)
+    except (OSError, ValueError):
+        return None
+
+
+def _quota_v1(group):
+    try:
+        return _processors((group / "cpu.cfs_quota_us").read_text(), (group / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _processors(quota, period):
+    """Of microseconds in a period of microseconds; None without a limit, which is "max" or -1."""
+    quota, period = (0 if text.strip() == "max" else int(text) for text in (quota, period))
+    return max(1, math.ceil(quota / period)) if quota > 0 and period > 0 else None
 
 
 def _openmp_limit():
@@ -86,7 +120,9 @@ def default_num_threads():
 def set_num_threads(n):
     """Use at most `n` threads in every later call of this process.
 
-    A limit set on the OpenMP runtime afterwards (``threadpoolctl``) holds too where it is lower.
+    No more run than the process has processors, by its affinity and its cgroup's quota: more would only wait for each
+    other. ``threadpoolctl.threadpool_limits`` sets the same count, and puts it back at the end. A number set on the
+    OpenMP runtime afterwards by ``omp_set_num_threads``, in C, holds too where it is lower.
 
     Parameters
     ----------
@@ -104,7 +140,38 @@ def set_num_threads(n):
     _core._set_num_threads(n)
 
 
+def _register_with_threadpoolctl():
+    """Have ``threadpoolctl`` list this library and set its count.
+
+    Without it, threadpoolctl reaches only the OpenMP runtime, where a limit that equals the runtime's own default
+    looks like no limit.
+    """
+    try:
+        from threadpoolctl import LibController, register
+    except ImportError:  # not installed, or older than 3.2
+        return
+
+    class Controller(LibController):
+        user_api = "openmp"
+        internal_api = "pagedkv"
+        filename_prefixes = ("_core.",)
+        check_symbols = ("pagedkv_core",)
+
+        def get_num_threads(self):
+            return _core._asked_num_threads()
+
+        def set_num_threads(self, num_threads):
+            set_num_threads(min(num_threads, MOST_THREADS))
+
+        def get_version(self):
+            return None
+
+    register(Controller)
+
+
+_core._set_quota(_cgroup_quota() or 0)
 set_num_threads(default_num_threads())
+_register_with_threadpoolctl()
 if os.environ.get("PAGEDKV_ISA"):
     _core._set_isa(os.environ["PAGEDKV_ISA"])
 if hasattr(os, "register_at_fork"):

@@ -2,7 +2,8 @@
  * and over awkward values. Arrays end (or begin) at a page that may not be touched, so a kernel that reads or
  * writes too far dies here. Prints a line for each ISA and operation, the running checksum of the scalar results,
  * which is the same on every machine and with every compiler, and the total. Exit status 1 on a difference.
- *   cc -O2 -ffp-contract=off -Iinclude tests/kernels_check.c -lm -o kernels_check && ./kernels_check */
+ *   cc -O2 -ffp-contract=off -Iinclude tests/kernels_check.c -lm -o kernels_check && ./kernels_check
+ * With names of operations as arguments it checks those only: an emulator of a whole processor is slow. */
 #define _GNU_SOURCE /* MAP_ANONYMOUS, sigaction under -std=c11 */
 #include <signal.h>
 #include <stdio.h>
@@ -177,6 +178,27 @@ static void count_check(const float *got, const float *want, int64_t n) {
 static void check_arrays(const float *got, const float *want, int64_t n) {
     int64_t shift = side == AT_START ? 0 : BAND;
     count_check(got - shift, want - shift, n + BAND);
+}
+
+/* The same for n bytes in GOT and n in WANT or elsewhere, where every bit counts. */
+static void check_bytes(const void *got, const void *want, int64_t n) {
+    const uint8_t *a = got, *b = want;
+    int64_t words = (n + 3) / 4;
+    const float *band = side == AT_START ? (const float *)got + words : (const float *)got - BAND;
+    n_checks[isa_now]++;
+    int same = 1;
+    for (int64_t i = 0; i < BAND; i++)
+        same = same && (uint32_t)pkv_f32_to_bits(band[i]) == CANARY;
+    for (int64_t i = 0; i < n; i++)
+        same = same && a[i] == b[i];
+    if (!same && n_differences[isa_now]++ < 3)
+        printf("  %s %s, %s, %s: bytes differ\n", others[isa_now]->isa, op, where,
+               side == AT_START ? "at page start" : "at page end");
+}
+
+static void digest_bytes(const void *bytes, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        checksum = (checksum ^ ((const uint8_t *)bytes)[i]) * 0x100000001B3u;
 }
 
 static void begin(const char *name) {
@@ -587,6 +609,171 @@ static void check_coded(void) {
     }
 }
 
+/* Rows rounded to each type and read back, the whole head and beside other heads. */
+static void check_kv(void) {
+    static const int dtypes[] = {PKV_F32, PKV_F16, PKV_BF16, PKV_Q8_0};
+    static const int64_t rows[] = {1, 2, 3, 16};
+    for (int d = 0; d < COUNT(dtypes); d++)
+        for (int i = 0; i < COUNT(HEAD_DIMS); i++)
+            for (int mode = 0; mode < N_MODES; mode++) {
+                int dtype = dtypes[d];
+                int64_t n = dtype == PKV_Q8_0 ? (HEAD_DIMS[i] + 31) / 32 * 32 : HEAD_DIMS[i];
+                int64_t n_rows = rows[rng_below(COUNT(rows))], values_nbytes = n * pkv_kv_value_nbytes(dtype);
+                int64_t scales_nbytes = pkv_kv_scales_nbytes(dtype, n);
+                CASE("dtype=%d rows=%lld n=%lld mode=%d", dtype, (long long)n_rows, (long long)n, mode);
+                float *x = place_random(IN_A, n_rows * n, mode);
+                for (int64_t r = 0; r < n_rows; r++) /* rows of zeros, and of values too small for a scale */
+                    for (int64_t e = 0, kind = rng_below(6); e < n && kind < 2; e++)
+                        x[r * n + e] = kind ? rng_exponents(0, 105) : 0.0f;
+                uint8_t *values = (uint8_t *)place(IN_B, (n_rows * values_nbytes + 3) / 4);
+                uint8_t *scales = (uint8_t *)place(IN_C, (n_rows * scales_nbytes + 3) / 4);
+                for (int64_t r = 0; r < n_rows; r++)
+                    scalar->kv_round(dtype, x + r * n, n, values + r * values_nbytes, scales + r * scales_nbytes);
+                digest_bytes(values, n_rows * values_nbytes);
+                digest_bytes(scales, n_rows * scales_nbytes);
+                FOR_EACH_ISA(kernels) {
+                    uint8_t *got = (uint8_t *)place(GOT, (n_rows * values_nbytes + 3) / 4);
+                    uint8_t *got_scales = (uint8_t *)place(WANT, (n_rows * scales_nbytes + 3) / 4);
+                    for (int64_t r = 0; r < n_rows; r++)
+                        kernels->kv_round(dtype, x + r * n, n, got + r * values_nbytes,
+                                          got_scales + r * scales_nbytes);
+                    check_bytes(got, values, n_rows * values_nbytes);
+                    check_bytes(got_scales, scales, n_rows * scales_nbytes);
+                }
+                pkv_kv_rows stored = {values, scales, values_nbytes, scales_nbytes};
+                float *want = place(WANT, n_rows * n);
+                scalar->kv_expand(dtype, &stored, n_rows, n, want, values, values_nbytes);
+                digest(want, n_rows * n);
+                FOR_EACH_ISA(kernels) {
+                    float *got = place(GOT, n_rows * n);
+                    kernels->kv_expand(dtype, &stored, n_rows, n, got, values, values_nbytes);
+                    check_arrays(got, want, n_rows * n);
+                }
+            }
+}
+
+/* ---- compute="int8" ---- */
+
+#define GROUP_FLOATS ((int64_t)(sizeof(pkv_int8_group) / sizeof(float)))
+
+/* What a row became, as 36 floats a group that can be compared and digested. */
+static float *place_groups_as_floats(int slot, const pkv_int8_group *groups, int64_t n_groups) {
+    float *p = place(slot, 36 * n_groups), *to = p;
+    for (int64_t i = 0; i < n_groups; i++) {
+        for (int j = 0; j < PKV_INT8_GROUP; j++)
+            *to++ = (float)groups[i].code[j];
+        *to++ = groups[i].scale;
+        *to++ = groups[i].scaled_sum;
+        *to++ = (float)groups[i].sum;
+        *to++ = (float)groups[i].first_sum;
+    }
+    return p;
+}
+
+static void check_quantize_row(void) {
+    for (int64_t n_groups = 0; n_groups <= 9; n_groups++)
+        for (int repeat = 0; repeat < 4 * N_MODES; repeat++) {
+            int mode = repeat % N_MODES;
+            int64_t n = n_groups * PKV_INT8_GROUP;
+            CASE("groups=%lld mode=%d", (long long)n_groups, mode);
+            float *x = place_random(IN_A, n, mode);
+            if (repeat / N_MODES == 1) /* halves between two codes: 127 is the largest, so a code is the value */
+                for (int64_t i = 0; i < n; i++)
+                    x[i] = i % PKV_INT8_GROUP ? (float)(rng_below(507) - 253) * 0.5f : 127.0f;
+            pkv_int8_group *groups = (pkv_int8_group *)(void *)place(IN_B, n_groups * GROUP_FLOATS);
+            scalar->quantize_row(x, n, groups);
+            float *want = place_groups_as_floats(WANT, groups, n_groups);
+            digest(want, 36 * n_groups);
+            FOR_EACH_ISA(kernels) {
+                memset(groups, 0xA5, (size_t)n_groups * sizeof *groups);
+                kernels->quantize_row(x, n, groups);
+                check_arrays(place_groups_as_floats(GOT, groups, n_groups), want, 36 * n_groups);
+            }
+        }
+}
+
+/* Codes at the ends of their range, all bytes of a row alike: where sums saturate, if anywhere. */
+static void make_extreme(int dtype, int64_t k, uint8_t *row) {
+    static const uint8_t bytes[] = {0x00, 0x7F, 0x80, 0x81, 0xFF};
+    pkv_form f = pkv_form_of(dtype);
+    int first = dtype == PKV_Q6_K ? 0 : 2 + 2 * f.has_min;
+    int end = dtype == PKV_Q6_K ? 208 : f.block_nbytes;
+    uint8_t byte = bytes[rng_below(COUNT(bytes))];
+    for (int64_t i = 0; i < k / f.unit; i++)
+        memset(row + i * f.block_nbytes + first, byte, (size_t)(end - first));
+}
+
+/* One panel, several rows: scalar's bits in one call, in slices of k and in parts of the rows. */
+static void check_int8_case(int dtype, int64_t n_rows, int64_t n_cols, int64_t k, int accumulate, int extreme, int mode) {
+    pkv_form f = pkv_form_of(dtype);
+    int64_t n_groups = k / PKV_INT8_GROUP, ldx = n_groups + rng_gap(3), ldy = n_cols + rng_gap(9);
+    int64_t n_y = (n_rows - 1) * ldy + n_cols, n_x = (n_rows - 1) * ldx + n_groups;
+    CASE("%s rows=%lld cols=%lld k=%lld ldx=%lld ldy=%lld accumulate=%d extreme=%d mode=%d", DTYPE_NAMES[dtype],
+         (long long)n_rows, (long long)n_cols, (long long)k, (long long)ldx, (long long)ldy, accumulate, extreme, mode);
+    int64_t row_nbytes = k / f.unit * f.block_nbytes, panel_len = pkv_panel_nbytes(dtype, k) / 4;
+    const uint8_t *rows[PKV_PANEL];
+    uint8_t *stored = (uint8_t *)place(IN_C, (PKV_PANEL * row_nbytes + 3) / 4), *panel = (uint8_t *)place(IN_B, panel_len);
+    for (int64_t col = 0; col < PKV_PANEL; col++) {
+        random_row(dtype, k, mode, stored + col * row_nbytes);
+        if (extreme)
+            make_extreme(dtype, k, stored + col * row_nbytes);
+        rows[col] = stored + col * row_nbytes;
+    }
+    memset(panel, 0, (size_t)panel_len * 4);
+    pkv_pack_panel(dtype, rows, k, panel);
+    pkv_int8_group *x = (pkv_int8_group *)(void *)place(IN_A, n_x * GROUP_FLOATS);
+    memset(x, 0, (size_t)n_x * sizeof *x);
+    for (int64_t m = 0; m < n_rows; m++)
+        for (int64_t i = 0; i < n_groups; i++) {
+            float values[PKV_INT8_GROUP];
+            float alike = rng_below(2) ? 1.0f : -1.0f;
+            for (int j = 0; j < PKV_INT8_GROUP; j++)
+                values[j] = extreme ? alike : rng_float(mode);
+            scalar->quantize_row(values, PKV_INT8_GROUP, x + m * ldx + i);
+        }
+    float *before = place_random(IN_C, n_y, MODERATE), *want = place_copy(WANT, before, n_y);
+    uint8_t *slice = (uint8_t *)place(IN_D, PKV_INT8_SLICE_NBYTES / 4);
+    for (int64_t k_0 = 0; k_0 < k; k_0 += PKV_INT8_K) {
+        int64_t n_k = pkv_min(PKV_INT8_K, k - k_0);
+        scalar->expand_int8(dtype, panel, k_0, n_k, slice);
+        scalar->matmul_int8(dtype, x + k_0 / PKV_INT8_GROUP, ldx, n_rows, slice, n_k, want, ldy, n_cols,
+                            accumulate || k_0);
+    }
+    digest(want, n_y);
+    int64_t tile = (1 + rng_below(8)) * PKV_INT8_GROUP, m_1 = rng_below(n_rows + 1);
+    FOR_EACH_ISA(kernels) {
+        for (int split = 0; split < 2; split++) {
+            float *got = place_copy(GOT, before, n_y);
+            int64_t most = split ? tile : PKV_INT8_K, cut = split ? m_1 : n_rows;
+            for (int64_t k_0 = 0; k_0 < k; k_0 += most) {
+                int64_t n_k = pkv_min(most, k - k_0);
+                const pkv_int8_group *x_k = x + k_0 / PKV_INT8_GROUP;
+                kernels->expand_int8(dtype, panel, k_0, n_k, slice);
+                kernels->matmul_int8(dtype, x_k, ldx, cut, slice, n_k, got, ldy, n_cols, accumulate || k_0);
+                kernels->matmul_int8(dtype, x_k + cut * ldx, ldx, n_rows - cut, slice, n_k, got + cut * ldy, ldy, n_cols,
+                                     accumulate || k_0);
+            }
+            check_arrays(got, want, n_y);
+        }
+    }
+}
+
+static void check_int8(void) {
+    static const int64_t k_units[] = {256, 512}, k_groups[] = {32, 64, 96, 288, 576};
+    for (int dtype = PKV_Q8_0; dtype < PKV_N_DTYPES; dtype++) {
+        pkv_form f = pkv_form_of(dtype);
+        for (int64_t n_rows = 1; n_rows <= 33; n_rows += n_rows < 9 ? 1 : 8)
+            for (int repeat = 0; repeat < 3; repeat++) {
+                int64_t n_cols = repeat ? 1 + rng_below(PKV_PANEL) : PKV_PANEL, i = rng_below(5);
+                int64_t k = n_rows > 9 ? k_units[0] : f.is_k ? k_units[i % COUNT(k_units)] : k_groups[i];
+                int extreme = repeat == 2, accumulate = (int)rng_below(2), mode = (int)rng_below(N_MODES);
+                check_int8_case(dtype, n_rows, n_cols, k, accumulate, extreme, extreme ? MODERATE : mode);
+            }
+        for (int64_t n_cols = 1; n_cols <= PKV_PANEL; n_cols++)
+            check_int8_case(dtype, 1 + n_cols % 3, n_cols, f.unit, 0, n_cols & 1, MODERATE);
+    }
+}
+
 static void check_attn_scores(void) {
     static const int64_t keys[] = {0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 20, 33};
     for (int i = 0; i < COUNT(HEAD_DIMS); i++)
@@ -599,11 +786,11 @@ static void check_attn_scores(void) {
                  (long long)head_dim, (long long)ldk, (long long)lds, mode);
             float *q = place_random(IN_A, n_q * head_dim, mode), *k = place_random(IN_B, n_keys, mode);
             float *before = place_random(IN_C, n_s, MODERATE), *want = place_copy(WANT, before, n_s);
-            scalar->attn_scores(q, n_q, k, ldk, n_k, head_dim, 0.1337f, want, lds, k);
+            scalar->attn_scores(q, n_q, k, ldk, n_k, head_dim, 0.1337f, want, lds, k, ldk);
             digest(want, n_s);
             FOR_EACH_ISA(kernels) {
                 float *got = place_copy(GOT, before, n_s);
-                kernels->attn_scores(q, n_q, k, ldk, n_k, head_dim, 0.1337f, got, lds, k);
+                kernels->attn_scores(q, n_q, k, ldk, n_k, head_dim, 0.1337f, got, lds, k, ldk);
                 check_arrays(got, want, n_s);
             }
         }
@@ -621,11 +808,11 @@ static void check_attn_values(void) {
                  (long long)head_dim, (long long)ldv, (long long)ldp, mode);
             float *p = place_random(IN_A, n_p, mode), *v = place_random(IN_B, n_values, mode);
             float *before = place_random(IN_C, n_q * head_dim, mode), *want = place_copy(WANT, before, n_q * head_dim);
-            scalar->attn_values(p, ldp, n_q, v, ldv, n_k, head_dim, want, v);
+            scalar->attn_values(p, ldp, n_q, v, ldv, n_k, head_dim, want, v, ldv);
             digest(want, n_q * head_dim);
             FOR_EACH_ISA(kernels) {
                 float *got = place_copy(GOT, before, n_q * head_dim);
-                kernels->attn_values(p, ldp, n_q, v, ldv, n_k, head_dim, got, v);
+                kernels->attn_values(p, ldp, n_q, v, ldv, n_k, head_dim, got, v, ldv);
                 check_arrays(got, want, n_q * head_dim);
             }
         }
@@ -711,7 +898,14 @@ static void digest_rope_table(void) {
     }
 }
 
-int main(void) {
+static int is_asked(const char *name, int n_names, char **names) {
+    for (int i = 0; i < n_names; i++)
+        if (strcmp(name, names[i]) == 0)
+            return 1;
+    return n_names == 0;
+}
+
+int main(int argc, char **argv) {
     static const struct {
         const char *name;
         void (*check)(void);
@@ -729,6 +923,9 @@ int main(void) {
         {"matmul_f32", check_matmul},
         {"expand", check_expand},
         {"matmul_coded", check_coded},
+        {"kv rows", check_kv},
+        {"quantize_row", check_quantize_row},
+        {"matmul_int8", check_int8},
         {"attn_scores", check_attn_scores},
         {"attn_values", check_attn_values},
         {"attn_merge", check_attn_merge},
@@ -754,6 +951,8 @@ int main(void) {
     }
     uint64_t saved = pkv_fpenv_enter();
     for (int i = 0; i < COUNT(ops); i++) {
+        if (!is_asked(ops[i].name, argc - 1, argv + 1))
+            continue;
         begin(ops[i].name);
         for (side = 0; side < N_SIDES; side++)
             ops[i].check();

@@ -2,7 +2,7 @@
 
 As a script it runs one fixed workload and prints a JSON object whose ``sha256`` covers all logits, K and V::
 
-    python promise_rows.py MODEL [--tokens N] [--fpenv KIND] [--fork]
+    python promise_rows.py MODEL [--compute KIND] [--tokens N] [--kv-dtype TYPE] [--fpenv KIND] [--fork]
 """
 
 import argparse
@@ -35,18 +35,18 @@ class Rows(NamedTuple):
 
 
 @cache
-def _load_real_model():
+def _load_real_model(compute):
     try:
-        return pk.LlamaModel.load(REAL_MODEL)
+        return pk.LlamaModel.load(REAL_MODEL, compute=compute)
     except pk.ModelNotFound as error:
         return error
 
 
-def real_model():
+def real_model(compute="float32"):
     """The real model, loaded once; a skip that says why where it cannot be had (PAGEDKV_REQUIRE_MODEL=1: a failure)."""
     import pytest
 
-    model = _load_real_model()
+    model = _load_real_model(compute)
     if isinstance(model, pk.LlamaModel):
         return model
     if os.environ.get("PAGEDKV_REQUIRE_MODEL") == "1":
@@ -65,20 +65,20 @@ def kv_rows(model, seq):
     return tuple(np.stack([np.concatenate([head[i] for head in layer], axis=1) for layer in heads]) for i in (0, 1))
 
 
-def rows_in_chunks(model, tokens, chunk):
+def rows_in_chunks(model, tokens, chunk, kv_dtype="float32"):
     """Rows of `tokens` on a fresh sequence of a fresh pool."""
-    pool = model.new_pool(n_tokens=len(tokens))
+    pool = model.new_pool(n_tokens=len(tokens), dtype=kv_dtype)
     with model.new_sequence(pool, len(tokens)) as seq:
         logits = model.prefill(tokens, seq, chunk=chunk, all_logits=True)
         return Rows(logits, *kv_rows(model, seq))
 
 
-def rows_alone(model, tokens, chunk=1):
+def rows_alone(model, tokens, chunk=1, kv_dtype="float32"):
     """The measure of all tests: one token at a time, nothing beside it, on one thread."""
     n_threads = pk.get_num_threads()
     pk.set_num_threads(1)
     try:
-        return rows_in_chunks(model, tokens, chunk)
+        return rows_in_chunks(model, tokens, chunk, kv_dtype)
     finally:
         pk.set_num_threads(n_threads)
 
@@ -99,11 +99,16 @@ def assert_same_kv(model, seq, want):
     assert_same_bits(v, want.v[:, : len(seq)], "V [layer, position, kv_dim]")
 
 
-def separate_forward(config, tensor, tokens):
+def separate_forward(config, tensor, tokens, stored=lambda rows: rows, product=None):
     """Rows of one sequence out of single operations over contiguous buffers: nothing paged, batched or fused.
 
-    `tensor(name)` gives float32 weights by Hugging Face name.
+    `tensor(name)` gives float32 weights by Hugging Face name; `stored(rows)` what is left of K or V in a cache;
+    `product(x, name)` multiplies by one of the weights, in float32 by default.
     """
+    if product is None:
+        def product(x, name):
+            return pk.matmul(x, pk.pack(tensor(name)))
+
     n, positions = len(tokens), np.arange(len(tokens))
     inv_freq = pk.rope_inv_freq(
         config.rope_theta, config.rope_dim, config.rope_scaling, config.rope_factor, config.rope_low_freq_factor,
@@ -111,7 +116,7 @@ def separate_forward(config, tensor, tokens):
     )  # fmt: skip
 
     def linear(x, name):
-        y = pk.matmul(x, pk.pack(tensor(f"{name}.weight")))
+        y = product(x, f"{name}.weight")
         return y + tensor(f"{name}.bias") if config.qkv_bias and name[-6:] in ("q_proj", "k_proj", "v_proj") else y
 
     def rotated(x, n_heads):
@@ -123,26 +128,26 @@ def separate_forward(config, tensor, tokens):
         layer = f"model.layers.{i}"
         x = pk.rmsnorm(hidden, tensor(f"{layer}.input_layernorm.weight"), config.norm_eps)
         q = rotated(linear(x, f"{layer}.self_attn.q_proj"), config.n_heads)
-        keys.append(rotated(linear(x, f"{layer}.self_attn.k_proj"), config.n_kv_heads))
-        values.append(linear(x, f"{layer}.self_attn.v_proj"))
+        keys.append(stored(rotated(linear(x, f"{layer}.self_attn.k_proj"), config.n_kv_heads)))
+        values.append(stored(linear(x, f"{layer}.self_attn.v_proj")))
         x = pk.attention(q, keys[-1], values[-1], n_heads=config.n_heads, n_kv_heads=config.n_kv_heads, head_dim=config.head_dim)
         hidden = hidden + linear(x, f"{layer}.self_attn.o_proj")
         x = pk.rmsnorm(hidden, tensor(f"{layer}.post_attention_layernorm.weight"), config.norm_eps)
         x = pk.swiglu(linear(x, f"{layer}.mlp.gate_proj"), linear(x, f"{layer}.mlp.up_proj"))
         hidden = hidden + linear(x, f"{layer}.mlp.down_proj")
     hidden = pk.rmsnorm(hidden, tensor("model.norm.weight"), config.norm_eps)
-    head = embedding if config.tied_embeddings else tensor("lm_head.weight")
-    return Rows(pk.matmul(hidden, pk.pack(head)), np.stack(keys), np.stack(values))
+    head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+    return Rows(product(hidden, head), np.stack(keys), np.stack(values))
 
 
 # -- the fixed workload --------------------------------------------------------------------------
 
 
-def workload_sha256(model, n_tokens):
+def workload_sha256(model, n_tokens, kv_dtype="float32"):
     """A prompt in chunks, a fork of it half way, then one ragged step of the two and a third: all bits hashed."""
     vocab_size = model.config.vocab_size
     tokens, other = token_stream(1, n_tokens + 1, vocab_size), token_stream(2, 4, vocab_size)
-    pool = model.new_pool(n_tokens=2 * n_tokens + 64)
+    pool = model.new_pool(n_tokens=2 * n_tokens + 64, dtype=kv_dtype)
     first, third = (model.new_sequence(pool, n_tokens + 16) for _ in range(2))
     parts = [model.prefill(tokens[:-1], first, chunk=max(5, n_tokens // 2), all_logits=True)]
     second = first.fork()
@@ -212,19 +217,21 @@ def run_child(model, *options, **env):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
+    parser.add_argument("--compute", default="float32")
     parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--kv-dtype", default="float32")
     parser.add_argument("--fpenv", choices=FPENV_BITS)
     parser.add_argument("--fork", action="store_true")
     args = parser.parse_args()
-    model = pk.LlamaModel.load(args.model)
+    model = pk.LlamaModel.load(args.model, compute=args.compute)
     result = {"isa": pk.isa(), "num_threads": pk.get_num_threads()}
     if args.fpenv:
         assert _mxcsr(FPENV_BITS[args.fpenv]) == FPENV_BITS[args.fpenv]
-    result["sha256"] = workload_sha256(model, args.tokens)
+    result["sha256"] = workload_sha256(model, args.tokens, args.kv_dtype)
     if args.fpenv:
         result["fpenv_kept"] = _mxcsr() == FPENV_BITS[args.fpenv]
     if args.fork:
-        result["sha256_in_fork"] = _in_fork(lambda: workload_sha256(model, args.tokens))
+        result["sha256_in_fork"] = _in_fork(lambda: workload_sha256(model, args.tokens, args.kv_dtype))
     print(json.dumps(result))
 
 

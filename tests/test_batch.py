@@ -149,6 +149,16 @@ def test_rows_do_not_depend_on_order_or_load(run, whole, tmp_path):
             assert row.get(name) == parts[row["id"]].get(name)
 
 
+def test_types_of_the_cache_and_of_activations_are_passed_on(run, whole, tmp_path, monkeypatch):
+    asked = []
+    from_file, new_pool = pk.LlamaModel.from_file, pk.LlamaModel.new_pool
+    monkeypatch.setattr(pk.LlamaModel, "from_file", lambda file, compute: asked.append(compute) or from_file(file))
+    monkeypatch.setattr(pk.LlamaModel, "new_pool", lambda self, **given: asked.append(given) or new_pool(self, **given))
+    args = ("--input", whole[0], "--output", tmp_path / "out2", *FLAGS, "--kv-dtype", "bfloat16", "--compute", "int8")
+    assert run(*args, "--n-blocks", 300, "--max-num-seqs", 5)[0] == 1
+    assert asked == ["int8", {"n_blocks": 300, "block_size": 16, "dtype": "bfloat16", "n_seqs": 5}]
+
+
 def test_chat_takes_prompts_as_messages(run, tmp_path):
     source = write_lines(tmp_path / "in", ["Hi!", {"messages": [{"role": "user", "content": "Hi!"}]}])
     assert run("--input", source, "--output", tmp_path / "out", "--chat", *FLAGS)[0] == 0
@@ -352,6 +362,8 @@ def test_overwrite(run, whole):
     (LINES, ("--seed", "4"), "{out} was made with other parameters; use those, or give another --output, or "
      "--overwrite to lose what {out} holds"),
     (LINES, ("--chat",), "{out} was made with other parameters; .*"),
+    (LINES, ("--kv-dtype", "float16"), "{out} was made with other parameters; .*"),
+    (LINES, ("--compute", "int8"), "{out} was made with other parameters; .*"),
     (["Hello", *LINES[1:]], (), r"the row for id 1 in {out} was made from another line than line 1 of {in}; .*"),
     (LINES[:1] + LINES[2:], (), "the row for .* in {out} was made from another line than line [2-9] of {in}; .*"),
     (LINES[:-1], (), "{out} has a row for id 9, {in} has no such line; .*"),

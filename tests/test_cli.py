@@ -143,6 +143,14 @@ def test_the_text_is_that_of_the_library(run, gguf):
     assert [text.removesuffix("\n") for text in texts] == [text.removesuffix("\ufffd") for text in decoded]
 
 
+def test_compute_is_the_models(run, gguf):
+    """`--compute` reaches the model, whose refusal for a file of floats is one sentence."""
+    status, output, errors = run("generate", "--compute", "int8", "--model", gguf, "Hi")
+    assert (status, output) == (2, "") and "compute='int8' needs quantised weights" in errors
+    assert run("generate", "--compute", "int4", "--model", gguf, "Hi")[0] == 2
+    assert run("generate", "--compute", "float32", "--max-tokens", 2, "--model", gguf, "Hi")[0] == 0
+
+
 def test_same_seed_same_text(run, gguf):
     def texts(n, seed):
         return samples_of(run("generate", "-n", n, "--max-tokens", 20, "--seed", seed, "--model", gguf, "Hi")[1])[0]

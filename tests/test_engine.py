@@ -1,4 +1,4 @@
-"""The engine against a plain loop that runs each sample alone: scheduling never shows, and every end is the right one."""
+"""The engine against a plain loop that runs each sample alone: scheduling never shows, and every end is right."""
 
 import math
 import random
@@ -58,7 +58,8 @@ def edited(logits, params, prompt, generated, end_ids):
             penalty = np.float32(params.repetition_penalty)
             out[token] = out[token] / penalty if out[token] > 0 else out[token] * penalty
     for token in set(generated):
-        out[token] -= np.float32(params.frequency_penalty) * np.float32(generated.count(token)) + np.float32(params.presence_penalty)
+        times = np.float32(generated.count(token))
+        out[token] -= np.float32(params.frequency_penalty) * times + np.float32(params.presence_penalty)
     return out
 
 
@@ -235,16 +236,14 @@ def tokens_of(outs):
 
 
 def test_n_samples_differ_and_do_not_depend_on_n(model):
-    llm = LLM(model, n_blocks=64)
-
-    def samples(n, **options):
-        params = SamplingParams(n=n, temperature=2.0, seed=4, max_tokens=12, ignore_eos=True)
+    def samples(n, seed=4, **options):
+        params = SamplingParams(n=n, temperature=2.0, seed=seed, max_tokens=12, ignore_eos=True)
         return tokens_of(LLM(model, n_blocks=64, **options).generate([ids(1, 20)], params, use_tqdm=False))[0]
 
     eight = samples(8)
     assert len(set(map(tuple, eight))) == 8
     assert samples(1) == eight[:1] and samples(3) == eight[:3] and samples(8, max_num_seqs=2) == eight
-    assert tokens_of(llm.generate([ids(1, 20)], SamplingParams(n=8, temperature=2.0, seed=5, max_tokens=12), use_tqdm=False))[0] != eight
+    assert samples(8, seed=5) != eight
 
 
 def test_requests_without_a_seed(model):
@@ -365,7 +364,8 @@ def test_without_detokenisation(model):
 def test_max_tokens_is_bounded_by_the_context(model):
     prompt = ids(2, 250)
     for max_tokens in (None, 100):
-        out, = LLM(model, n_blocks=64).generate([prompt], SamplingParams(max_tokens=max_tokens, ignore_eos=True), use_tqdm=False)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        out, = LLM(model, n_blocks=64).generate([prompt], params, use_tqdm=False)
         assert len(out.outputs[0].token_ids) == 6 and out.outputs[0].finish_reason == "length"
     llm = LLM(model, n_blocks=2)  # 32 rows: the last token takes none
     assert llm.max_model_len == 33
@@ -553,7 +553,7 @@ def test_two_thousand_requests_leave_the_pool_full(model):
     prompts = [ids(i % 300, 1 + i % 40) for i in range(2000)]
     outs = llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True, temperature=0), use_tqdm=False)
     assert all(len(out.outputs[0].token_ids) == 2 for out in outs)
-    assert [out.outputs for out in outs[:80]] == [out.outputs for out in outs[600:680]]  # 600 is a multiple of 300 and 40
+    assert [out.outputs for out in outs[:80]] == [out.outputs for out in outs[600:680]]
     assert_idle(llm)
     n_cached = llm.stats()["blocks_cached"]
     assert llm._engine.cache.evict(10**6) == n_cached > 0 and llm.pool.n_free == 40
@@ -660,7 +660,8 @@ def test_calls_of_several_threads_run_together(model, mixed):
 
 
 def test_chat(model, monkeypatch):
-    monkeypatch.setattr(model.tokenizer, "_chat_templates", {"default": "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ tone }}"})
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ tone }}"
+    monkeypatch.setattr(model.tokenizer, "_chat_templates", {"default": template})
     monkeypatch.delattr(model.tokenizer, "_compiled_template", raising=False)
     llm, params = LLM(model, n_blocks=64), SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
@@ -724,7 +725,8 @@ def test_the_real_model(threads):
     threads(2)
     prompts = ["The capital of France is", "Once upon a time", "def f(x):", "The capital of France was"]
     params = [SamplingParams(temperature=0, max_tokens=12, logprobs=3), SamplingParams(n=3, seed=1, max_tokens=10),
-              SamplingParams(seed=2, top_p=0.9, max_tokens=12), SamplingParams(seed=2, top_k=9, max_tokens=12, n=2)]  # fmt: skip
+              SamplingParams(seed=2, top_p=0.9, max_tokens=12),
+              SamplingParams(seed=2, top_k=9, max_tokens=12, n=2)]  # fmt: skip
     runs = [LLM(model, **options).generate(prompts, params, use_tqdm=False)
             for options in ({"n_blocks": 4096}, {"n_blocks": 6}, {"n_blocks": 24, "enable_prefix_caching": False},
                             {"n_blocks": 24, "max_num_batched_tokens": 3})]  # fmt: skip
@@ -738,6 +740,6 @@ def test_the_examples_of_the_docstrings():
 
     model = real_model()
     source = LLM.__doc__.replace("# doctest: +SKIP", "").replace('pk.LLM("smollm2-135m")', "pk.LLM(model)")
-    source = source.replace("llm.generate([\"The capital of France is\"], params)", "llm.generate([\"The capital of France is\"], params, use_tqdm=False)")
+    source = source.replace("is\"], params)", "is\"], params, use_tqdm=False)")
     test = doctest.DocTestParser().get_doctest(source, {"model": model}, "LLM", None, 0)
     assert doctest.DocTestRunner().run(test) == (0, 4)

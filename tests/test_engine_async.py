@@ -49,7 +49,8 @@ def test_outputs_are_those_of_generate(model, llm):  # noqa: F811
 
     for _ in range(2):  # two event loops, one after the other
         got = run(all_of_them())
-        assert [(out.outputs, out.prompt_logprobs) for out in got] == [(out.outputs, out.prompt_logprobs) for out in want]
+        for mine, other in zip(got, want):
+            assert (mine.outputs, mine.prompt_logprobs) == (other.outputs, other.prompt_logprobs)
 
 
 def test_outputs_grow_and_deltas_add_up(llm):
@@ -102,9 +103,9 @@ def test_leaving_frees_the_blocks(llm, how):
 def test_a_refusal_ends_one_request(llm):
     async def both():
         return await asyncio.gather(last(llm, [5, VOCAB], None), last(llm, ids(1, 9), SamplingParams(max_tokens=5)),
-                                    last(llm, [1] * 250, SamplingParams(max_tokens=400)), return_exceptions=True)  # fmt: skip
+                                    last(llm, [1] * 250, SamplingParams(max_tokens=400)),
+                                    return_exceptions=True)  # fmt: skip
 
-    llm.pool  # noqa: B018
     refused, output, fits = run(both())
     assert isinstance(refused, pk.TokenError) and output.finished and fits.finished
 
@@ -132,7 +133,9 @@ def test_an_exception_in_a_step_reaches_all_and_ends_none_of_the_next(llm, monke
 
 
 def test_chat(llm, model, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(model.tokenizer, "_chat_templates", {"default": "{% for m in messages %}[{{ m.content }}]{% endfor %}"})
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    monkeypatch.setattr(model.tokenizer, "_chat_templates", {"default": template})
+    monkeypatch.delattr(model.tokenizer, "_compiled_template", raising=False)
 
     async def answer():
         return [out async for out in llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=2))]
@@ -162,7 +165,8 @@ def test_beside_calls_of_the_same_llm(model):  # noqa: F811
     both, params = AsyncLLM(llm), SamplingParams(max_tokens=30, ignore_eos=True, seed=2)
 
     async def two():
-        return await asyncio.gather(last(both, ids(1, 9), params), asyncio.to_thread(llm.generate, [ids(1, 9)], params, False))
+        beside = asyncio.to_thread(llm.generate, [ids(1, 9)], params, False)
+        return await asyncio.gather(last(both, ids(1, 9), params), beside)
 
     output, outputs = run(two())
     both.shutdown()

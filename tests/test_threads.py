@@ -10,6 +10,7 @@ import pagedkv as pk
 import promise_rows
 import pytest
 import tiny
+from pagedkv.threads import _cgroup_quota
 from promise_rows import assert_same_bits, assert_same_kv, rows_alone, run_child, token_stream
 
 N_TOKENS = 40
@@ -106,6 +107,29 @@ def test_no_more_threads_than_asked_for_run(directory, n):
     assert status == 0 and int(n_running) <= n
 
 
+RUNNING = """
+import os, sys, numpy as np, pagedkv as pk
+model = pk.LlamaModel.load(sys.argv[1])
+seq = model.new_sequence(model.new_pool())
+before = len(os.listdir("/proc/self/task"))  # NumPy's own are among them
+pk.set_num_threads(4096)
+model.prefill(np.arange(100), seq)
+n_running = len(os.listdir("/proc/self/task")) - before + 1
+print(pk.get_num_threads(), n_running <= len(os.sched_getaffinity(0)))
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="this system does not list a process's threads")
+def test_no_more_threads_run_than_there_are_processors(directory):
+    assert python(RUNNING, directory, PAGEDKV_NUM_THREADS="1") == (0, "4096 True")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space as Linux does")
+def test_a_count_whose_stacks_do_not_fit_the_address_space_does_not_end_the_process(directory):
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\n"
+    assert python(limit + RUNNING, directory, PAGEDKV_NUM_THREADS="4096") == (0, "4096 True")
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
 def test_count_does_not_show(model, streams, threads, n):
     threads(n)
@@ -126,6 +150,83 @@ def test_limit_of_threadpoolctl_holds(model, streams, threads):
         assert pk.get_num_threads() == 1
         assert_same_bits(model.prefill(streams[0][0], seq), streams[0][1].logits[-1])
     assert pk.get_num_threads() == 2
+
+
+LIMITS = """
+import os, threading, pagedkv as pk
+from threadpoolctl import threadpool_info, threadpool_limits
+before = {pool["filepath"]: pool["num_threads"] for pool in threadpool_info()}
+seen = []
+for limit in range(1, 7):            # one of them is the OpenMP runtime's own default
+    with threadpool_limits(limit):
+        seen.append(pk.get_num_threads())
+        with threadpool_limits(1, user_api="openmp"):
+            seen.append(pk.get_num_threads())
+        other = threading.Thread(target=lambda: seen.append(pk.get_num_threads()))
+        other.start()
+        other.join()
+    seen.append(pk.get_num_threads())
+    with threadpool_limits(limit, user_api="blas"):
+        seen.append(pk.get_num_threads())
+assert seen == [n for limit in range(1, 7) for n in (limit, 1, limit, 5, 5)], seen
+assert {pool["filepath"]: pool["num_threads"] for pool in threadpool_info()} == before
+pk.set_num_threads(3)
+print([pool["num_threads"] for pool in threadpool_info() if pool["internal_api"] == "pagedkv"])
+"""
+
+
+@pytest.mark.parametrize("default", ["1", "2", "4", "5"])
+def test_any_limit_of_threadpoolctl_holds_and_ends(default):
+    threadpoolctl = pytest.importorskip("threadpoolctl", reason="threadpoolctl is not installed")
+    if not hasattr(threadpoolctl, "register"):
+        pytest.skip("this threadpoolctl knows its own libraries only")
+    assert python(LIMITS, PAGEDKV_NUM_THREADS="5", OMP_NUM_THREADS=default) == (0, "[3]")
+
+
+# -- the cgroup's quota ---------------------------------------------------------------------------
+
+V2, V1 = "0::/a/b/c", "7:memory:/m\n4:cpu,cpuacct:/a/b\n0::/"
+
+
+@pytest.mark.parametrize("cgroup, files, n", [
+    (V2, {}, None),
+    (V2, {"cpu.max": "150000 100000"}, 2),  # seen from inside a container: the mount begins at the own group
+    (V2, {"a/b/c/cpu.max": "max 100000", "a/b/cpu.max": "max 100000"}, None),
+    (V2, {"a/b/c/cpu.max": "400000 100000"}, 4),
+    (V2, {"a/b/c/cpu.max": "400000 100000", "a/cpu.max": "250000 100000", "cpu.max": "max 100000"}, 3),
+    (V2, {"a/b/c/cpu.max": "20000 100000", "a/cpu.max": "250000 100000"}, 1),
+    (V2, {"other/cpu.max": "100000 100000"}, None),
+    (V2, {"a/b/c/cpu.max": "nonsense", "a/cpu.max": "100000 0"}, None),
+    ("0::/../x", {"cpu.max": "300000 100000", "x/cpu.max": "200000 100000"}, 2),
+    ("0::/", {"unified/cpu.max": "200000 100000"}, 2),
+    (V1, {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, None),
+    (V1, {"cpu,cpuacct/a/cpu.cfs_quota_us": "100001", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"}, 2),
+    (V1, {"cpu/a/b/cpu.cfs_quota_us": "50000", "cpu/a/b/cpu.cfs_period_us": "100000",
+          "cpu/cpu.cfs_quota_us": "700000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+    (V1, {"cpu/cpu.cfs_quota_us": "700000", "cpu/cpu.cfs_period_us": "100000", "memory/m/cpu.max": "1 1"}, 7),
+    (None, {"cpu.max": "100000 100000"}, None),
+])  # fmt: skip
+def test_the_smallest_quota_of_the_own_group_and_those_above_counts(tmp_path, cgroup, files, n):
+    for name, text in {**{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
+                       **({} if cgroup is None else {"proc/self/cgroup": cgroup})}.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert _cgroup_quota(tmp_path) == n
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, value", [("PAGEDKV_NUM_THREADS", "two"), ("PAGEDKV_ISA", "sse9")])
+@pytest.mark.parametrize("script", [None, "pagedkv", "pagedkv.exe"])
+def test_a_bad_environment_ends_the_command_in_one_line(tmp_path, name, value, script):
+    command = [sys.executable, "-m", "pagedkv", "--version"]
+    if script:  # as installers write it
+        (tmp_path / script).write_text("import sys\nfrom pagedkv.cli import main\nsys.exit(main())\n")
+        command = [sys.executable, str(tmp_path / script), "--version"]
+    done = subprocess.run(command, env=promise_rows.child_env(**{name: value}), capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("pagedkv: error: ") and repr(value) in done.stderr
 
 
 # -- processes ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "dispatch.h"
+#include "kv.h"
 #include "layout.h"
 
 /* Query rows that one item takes through a chunk together, so that K and V of the chunk are read from the
@@ -28,13 +29,14 @@ typedef struct pkv_attn_shape {
 
 /* Where K and V of one sequence lie. A contiguous buffer is the case without a block table. */
 typedef struct pkv_kv_view {
-    const float *k; /* row 0 of block 0 of layer 0 */
-    const float *v;
+    const uint8_t *k; /* row 0 of block 0 of layer 0 */
+    const uint8_t *v;
     const int32_t *block_table; /* NULL: block i is the i-th */
-    int64_t block_stride;       /* elements from one block id to the next */
-    int64_t layer_stride;       /* elements from one layer to the next inside a block */
-    int64_t row_stride;         /* kv_dim */
+    int64_t block_stride;       /* bytes from one block id to the next */
+    int64_t layer_stride;       /* bytes from one layer to the next inside a block */
+    int64_t kv_dim;             /* values of a row */
     int64_t block_size;         /* tokens; divides PKV_CHUNK */
+    int32_t dtype;
 } pkv_kv_view;
 
 /* Consecutive rows of one sequence. Row i attends positions [0, visible + i * visible_step). */
@@ -75,11 +77,18 @@ static inline int64_t pkv_attn_row_visible(const pkv_attn_segment *segment, int6
     return segment->visible + row * segment->visible_step;
 }
 
-/* One KV head's rows of the block that holds a position, in K or V (`of` is kv->k or kv->v). */
-static inline const float *pkv_view_rows(const pkv_kv_view *kv, const float *of, int64_t position, int64_t layer,
-                                         int64_t kv_head, int64_t head_dim) {
-    int64_t block = position / kv->block_size, block_id = kv->block_table ? kv->block_table[block] : block;
-    return of + block_id * kv->block_stride + layer * kv->layer_stride + kv_head * head_dim;
+/* One KV head's rows from a position to the end of its block, in K or V (`of` is kv->k or kv->v). */
+static inline pkv_kv_rows pkv_view_rows(const pkv_kv_view *kv, const uint8_t *of, int64_t position, int64_t layer,
+                                        int64_t kv_head, int64_t head_dim) {
+    int64_t block = position / kv->block_size, row = position % kv->block_size;
+    const uint8_t *begin = of + (kv->block_table ? kv->block_table[block] : block) * kv->block_stride;
+    int64_t values_nbytes = kv->kv_dim * pkv_kv_value_nbytes(kv->dtype);
+    int64_t scales_nbytes = pkv_kv_scales_nbytes(kv->dtype, kv->kv_dim);
+    pkv_slot slot = pkv_slot_at(0, 0, row, 1, kv->block_size, values_nbytes, scales_nbytes);
+    begin += layer * kv->layer_stride;
+    return (pkv_kv_rows){begin + slot.values + kv_head * head_dim * pkv_kv_value_nbytes(kv->dtype),
+                         begin + slot.scales + pkv_kv_scales_nbytes(kv->dtype, kv_head * head_dim), values_nbytes,
+                         scales_nbytes};
 }
 
 /* Where acc begins in the state of one row and KV head, max [group], sum [group], acc [group, head_dim]: at a
@@ -102,33 +111,66 @@ typedef struct pkv_attn_tile {
     int64_t head_stride;
 } pkv_attn_tile;
 
+/* Rows of a block that the kernels take at once: of a larger block, the part that fits L1 as float32. */
+#define PKV_ATTN_ROWS 16
+
+/* One KV head's rows as float32, and what memory is asked for while they are read. */
+typedef struct pkv_attn_rows {
+    const float *x; /* [n, head_dim] */
+    int64_t ld;
+    const float *next; /* [n, head_dim] */
+    int64_t ldnext;
+} pkv_attn_rows;
+
+/* Rows in place where they are stored as float32, else expanded into `wide`. The rows read after them are asked
+ * for meanwhile: then_rows of all heads, the whole block, where n_kv_heads of them are read in turn and this is
+ * the h-th, so in order of memory and not of heads (19 GB/s against 16, measured); or of this head alone. */
+static inline pkv_attn_rows pkv_attn_read(const pkv_kernels *kernels, const pkv_kv_view *kv, const pkv_kv_rows *rows,
+                                          const pkv_kv_rows *then_rows, int64_t n, int64_t h, int64_t n_kv_heads,
+                                          int64_t head_dim, float *wide) {
+    const uint8_t *next = then_rows->values;
+    int64_t head_nbytes = head_dim * pkv_kv_value_nbytes(kv->dtype), next_stride = rows->values_stride;
+    if (n_kv_heads * head_dim == kv->kv_dim) {
+        next += h * (n - 1) * head_nbytes; /* from the h-th head of the first row to the h-th part of the block */
+        next_stride = head_nbytes;
+    }
+    if (kv->dtype == PKV_F32)
+        return (pkv_attn_rows){(const float *)(const void *)rows->values, rows->values_stride / 4,
+                               (const float *)(const void *)next, next_stride / 4};
+    kernels->kv_expand(kv->dtype, rows, n, head_dim, wide, next, next_stride);
+    return (pkv_attn_rows){wide, head_dim, wide, head_dim};
+}
+
 /* One chunk for the rows of a tile and KV heads [kv_head, kv_head + n_kv_heads).
  *   scores  [n_rows * n_kv_heads * group, PKV_CHUNK] scratch
+ *   wide    [PKV_ATTN_ROWS, head_dim] scratch
  * A row that does not see the chunk keeps its state. */
 static inline void pkv_attn_chunk(const pkv_kernels *kernels, const pkv_attn_shape *shape, const pkv_kv_view *kv,
                                   int64_t layer, int64_t chunk, int64_t kv_head, int64_t n_kv_heads,
-                                  const pkv_attn_tile *tile, float *scores) {
+                                  const pkv_attn_tile *tile, float *scores, float *wide) {
     int64_t head_dim = shape->head_dim, group = shape->n_heads / shape->n_kv_heads;
-    int64_t first = chunk * PKV_CHUNK, end = first;
+    int64_t first = chunk * PKV_CHUNK, end = first, step = pkv_min(kv->block_size, PKV_ATTN_ROWS);
     for (int64_t r = 0; r < tile->n_rows; r++) {
         int64_t row_end = pkv_min(first + PKV_CHUNK, tile->visible[r]);
         end = row_end > end ? row_end : end;
     }
 
-    for (int64_t t = first; t < end; t += kv->block_size)
+    for (int64_t t = first; t < end; t += step)
         for (int64_t h = 0; h < n_kv_heads; h++) {
-            const float *k = pkv_view_rows(kv, kv->k, t, layer, kv_head + h, head_dim);
-            /* After this block comes the next one, and after the last one the first of V. */
-            int more = t + kv->block_size < end;
-            const float *next = pkv_view_rows(kv, more ? kv->k : kv->v, more ? t + kv->block_size : first, layer,
-                                              kv_head + h, head_dim);
+            /* After these rows come the next ones, and after the last the first of V. */
+            int more = t + step < end;
+            pkv_kv_rows rows = pkv_view_rows(kv, kv->k, t, layer, kv_head + h, head_dim);
+            pkv_kv_rows then_rows = pkv_view_rows(kv, more ? kv->k : kv->v, more ? t + step : first, layer,
+                                                  kv_head + h, head_dim);
+            pkv_attn_rows k = pkv_attn_read(kernels, kv, &rows, &then_rows, pkv_min(step, end - t), h, n_kv_heads,
+                                            head_dim, wide);
             for (int64_t r = 0; r < tile->n_rows; r++) {
-                int64_t n = pkv_min(kv->block_size, pkv_min(end, tile->visible[r]) - t);
+                int64_t n = pkv_min(step, pkv_min(end, tile->visible[r]) - t);
                 if (n > 0)
-                    kernels->attn_scores(tile->q[r] + (kv_head + h) * group * head_dim, group, k, kv->row_stride, n,
-                                         head_dim, shape->scale,
+                    kernels->attn_scores(tile->q[r] + (kv_head + h) * group * head_dim, group, k.x, k.ld, n, head_dim,
+                                         shape->scale,
                                          scores + (r * n_kv_heads + h) * group * PKV_CHUNK + (t - first), PKV_CHUNK,
-                                         next);
+                                         k.next, k.ldnext);
             }
         }
     for (int64_t r = 0; r < tile->n_rows; r++)
@@ -140,18 +182,19 @@ static inline void pkv_attn_chunk(const pkv_kernels *kernels, const pkv_attn_sha
                                        pkv_min(PKV_CHUNK, tile->visible[r] - first), max + i, sum + i);
             memset(acc, 0, (size_t)(group * head_dim) * sizeof(float));
         }
-    for (int64_t t = first; t < end; t += kv->block_size)
+    for (int64_t t = first; t < end; t += step)
         for (int64_t h = 0; h < n_kv_heads; h++) {
-            const float *v = pkv_view_rows(kv, kv->v, t, layer, kv_head + h, head_dim);
-            const float *next = t + kv->block_size < end
-                                    ? pkv_view_rows(kv, kv->v, t + kv->block_size, layer, kv_head + h, head_dim)
-                                    : v;
+            pkv_kv_rows rows = pkv_view_rows(kv, kv->v, t, layer, kv_head + h, head_dim);
+            pkv_kv_rows then_rows = pkv_view_rows(kv, kv->v, t + step < end ? t + step : t, layer, kv_head + h,
+                                                  head_dim);
+            pkv_attn_rows v = pkv_attn_read(kernels, kv, &rows, &then_rows, pkv_min(step, end - t), h, n_kv_heads,
+                                            head_dim, wide);
             for (int64_t r = 0; r < tile->n_rows; r++) {
-                int64_t n = pkv_min(kv->block_size, pkv_min(end, tile->visible[r]) - t);
+                int64_t n = pkv_min(step, pkv_min(end, tile->visible[r]) - t);
                 if (n > 0)
                     kernels->attn_values(scores + (r * n_kv_heads + h) * group * PKV_CHUNK + (t - first), PKV_CHUNK,
-                                         group, v, kv->row_stride, n, head_dim,
-                                         tile->state[r] + h * tile->head_stride + pkv_attn_acc_at(shape), next);
+                                         group, v.x, v.ld, n, head_dim,
+                                         tile->state[r] + h * tile->head_stride + pkv_attn_acc_at(shape), v.next, v.ldnext);
             }
         }
 }
@@ -179,10 +222,15 @@ static inline int64_t pkv_attn_most_pairs(const pkv_attn_shape *shape) {
     return PKV_ATTN_TILE_ROWS > shape->n_kv_heads ? PKV_ATTN_TILE_ROWS : shape->n_kv_heads;
 }
 
-/* Floats of scratch that one thread needs for any item: scores, and the states of two chunks. */
+/* Floats of the rows of a block, expanded. */
+static inline int64_t pkv_attn_wide_len(const pkv_attn_shape *shape) {
+    return (PKV_ATTN_ROWS * shape->head_dim + 15) / 16 * 16;
+}
+
+/* Floats of scratch that one thread needs for any item: expanded rows, scores, and the states of two chunks. */
 static inline int64_t pkv_attn_scratch_len(const pkv_attn_shape *shape) {
-    return pkv_attn_most_pairs(shape) *
-           (shape->n_heads / shape->n_kv_heads * PKV_CHUNK + 2 * pkv_attn_state_len(shape));
+    return pkv_attn_wide_len(shape) + pkv_attn_most_pairs(shape) * (shape->n_heads / shape->n_kv_heads * PKV_CHUNK +
+                                                                    2 * pkv_attn_state_len(shape));
 }
 
 /* Where the state of (row, KV head, chunk) of a segment lies in the partials. */
@@ -200,7 +248,8 @@ static inline void pkv_attn_run(const pkv_kernels *kernels, const pkv_attn_shape
                                 int64_t ldout, float *partials, float *scratch) {
     int64_t state_len = pkv_attn_state_len(shape);
     const pkv_kv_view *kv = &plan->segments[item->segment].kv;
-    float *states = scratch + pkv_attn_most_pairs(shape) * (shape->n_heads / shape->n_kv_heads) * PKV_CHUNK;
+    float *wide = scratch, *scores = wide + pkv_attn_wide_len(shape);
+    float *states = scores + pkv_attn_most_pairs(shape) * (shape->n_heads / shape->n_kv_heads) * PKV_CHUNK;
     for (int64_t done = 0; done < item->n_rows; done += PKV_ATTN_TILE_ROWS) {
         pkv_attn_tile tile, later;
         tile.n_rows = pkv_min(PKV_ATTN_TILE_ROWS, item->n_rows - done);
@@ -216,7 +265,7 @@ static inline void pkv_attn_run(const pkv_kernels *kernels, const pkv_attn_shape
         if (item->partial >= 0) { /* one chunk after the other, each to its own slot */
             tile.head_stride = item->partial;
             for (int64_t chunk = item->chunk; chunk < item->chunk + item->n_chunks; chunk++) {
-                pkv_attn_chunk(kernels, shape, kv, layer, chunk, item->kv_head, item->n_kv_heads, &tile, scratch);
+                pkv_attn_chunk(kernels, shape, kv, layer, chunk, item->kv_head, item->n_kv_heads, &tile, scores, wide);
                 for (int64_t r = 0; r < tile.n_rows; r++)
                     tile.state[r] += state_len;
             }
@@ -226,9 +275,9 @@ static inline void pkv_attn_run(const pkv_kernels *kernels, const pkv_attn_shape
         later = tile;
         for (int64_t r = 0; r < tile.n_rows; r++)
             later.state[r] += tile.n_rows * item->n_kv_heads * state_len;
-        pkv_attn_chunk(kernels, shape, kv, layer, 0, item->kv_head, item->n_kv_heads, &tile, scratch);
+        pkv_attn_chunk(kernels, shape, kv, layer, 0, item->kv_head, item->n_kv_heads, &tile, scores, wide);
         for (int64_t chunk = 1; chunk < item->n_chunks; chunk++) {
-            pkv_attn_chunk(kernels, shape, kv, layer, chunk, item->kv_head, item->n_kv_heads, &later, scratch);
+            pkv_attn_chunk(kernels, shape, kv, layer, chunk, item->kv_head, item->n_kv_heads, &later, scores, wide);
             for (int64_t r = 0; r < tile.n_rows; r++)
                 for (int64_t h = 0; h < item->n_kv_heads && tile.visible[r] > chunk * PKV_CHUNK; h++)
                     pkv_attn_fold(kernels, shape, tile.state[r] + h * state_len, later.state[r] + h * state_len);

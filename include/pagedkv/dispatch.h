@@ -6,21 +6,25 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "int8_scalar.h"
 #include "kernels_scalar.h"
 
 #if (defined(__x86_64__) || defined(_M_X64)) && (defined(__GNUC__) || defined(__clang__))
 #define PKV_HAVE_X86 1
 #include <cpuid.h>
 
+#include "int8_avx2.h"
+#include "int8_avx512.h"
 #include "kernels_avx2.h"
 #include "kernels_avx512.h"
 #endif
 #if defined(__aarch64__)
 #define PKV_HAVE_NEON 1
+#include "int8_neon.h"
 #include "kernels_neon.h"
 #endif
 
-/* Arguments and results: kernels_scalar.h. */
+/* Arguments and results: kernels_scalar.h, int8_scalar.h. */
 typedef struct pkv_kernels {
     const char *isa;
     float (*dot)(const float *a, const float *b, int64_t n);
@@ -37,13 +41,20 @@ typedef struct pkv_kernels {
                          float *y, int64_t ldy, int64_t n_cols);
     int64_t coded_rows; /* matmul_coded takes 1 to this many rows */
     void (*expand)(int dtype, const uint8_t *panel, int64_t k_0, int64_t n_k, float *out);
+    void (*kv_round)(int dtype, const float *x, int64_t n, uint8_t *values, uint8_t *scales);
+    void (*kv_expand)(int dtype, const pkv_kv_rows *rows, int64_t n_rows, int64_t n, float *out, const uint8_t *next,
+                      int64_t next_stride);
     void (*attn_scores)(const float *q, int64_t n_q, const float *k, int64_t ldk, int64_t n_k, int64_t head_dim,
-                        float scale, float *s, int64_t lds, const float *next);
+                        float scale, float *s, int64_t lds, const float *next, int64_t ldnext);
     void (*attn_values)(const float *p, int64_t ldp, int64_t n_q, const float *v, int64_t ldv, int64_t n_k,
-                        int64_t head_dim, float *acc, const float *next);
+                        int64_t head_dim, float *acc, const float *next, int64_t ldnext);
     void (*attn_merge)(float *max, float *sum, float *acc, float max_c, float sum_c, const float *acc_c,
                        int64_t head_dim);
     void (*attn_finish)(const float *acc, float sum, float *out, int64_t head_dim);
+    void (*quantize_row)(const float *x, int64_t n, pkv_int8_group *groups);
+    void (*expand_int8)(int dtype, const uint8_t *panel, int64_t k_0, int64_t n_k, uint8_t *slice);
+    void (*matmul_int8)(int dtype, const pkv_int8_group *x, int64_t ldx, int64_t n_rows, const uint8_t *slice,
+                        int64_t n_k, float *y, int64_t ldy, int64_t n_cols, int accumulate);
 } pkv_kernels;
 
 /* Where a type is expanded slice by slice all the same, few rows are enough. */
@@ -65,10 +76,15 @@ typedef struct pkv_kernels {
      pkv_matmul_coded_##ISA,                                                                                   \
      PKV_CODED_ROWS_##ISA,                                                                                     \
      pkv_expand_##ISA,                                                                                         \
+     pkv_kv_round_##ISA,                                                                                       \
+     pkv_kv_expand_##ISA,                                                                                      \
      pkv_attn_scores_f32_##ISA,                                                                                \
      pkv_attn_values_f32_##ISA,                                                                                \
      pkv_attn_merge_f32_##ISA,                                                                                 \
-     pkv_attn_finish_f32_##ISA}
+     pkv_attn_finish_f32_##ISA,                                                                                \
+     pkv_quantize_row_##ISA,                                                                                   \
+     pkv_expand_int8_##ISA,                                                                                    \
+     pkv_matmul_int8_##ISA}
 
 /* Best first; scalar is the last and runs everywhere. */
 static const pkv_kernels pkv_kernel_tables[] = {

@@ -432,78 +432,210 @@ static void pkv_matmul_coded_avx2(int dtype, const float *x, int64_t ldx, int64_
         memcpy(y + m * ldy, wide[m], (size_t)n_cols * sizeof *y);
 }
 
-/* Four sets of lanes, already summed 8 apart, to their four tree sums: 4, 2 and 1 apart for all at once,
- * halving the registers each time (a transpose and add). */
-static inline __m128 pkv_tree_sum_4_avx2(__m256 a, __m256 b, __m256 c, __m256 d) {
-    __m256 a_b = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-    __m256 c_d = _mm256_add_ps(_mm256_permute2f128_ps(c, d, 0x20), _mm256_permute2f128_ps(c, d, 0x31));
-    __m256 ac_bd = _mm256_add_ps(_mm256_shuffle_ps(a_b, c_d, _MM_SHUFFLE(1, 0, 1, 0)),
-                                 _mm256_shuffle_ps(a_b, c_d, _MM_SHUFFLE(3, 2, 3, 2)));
-    __m256 sums = _mm256_add_ps(ac_bd, _mm256_movehdup_ps(ac_bd)); /* a . c . | b . d . */
-    __m128 ac = _mm256_castps256_ps128(sums), bd = _mm256_extractf128_ps(sums, 1);
-    return _mm_blend_ps(ac, _mm_moveldup_ps(bd), 0xA); /* a b c d */
+/* float32 to bfloat16 bits, in the low halves of the lanes. */
+static inline __m256i pkv_f32_to_bf16_avx2(__m256 x) {
+    __m256i bits = _mm256_castps_si256(x), upper = _mm256_srli_epi32(bits, 16);
+    __m256i half = _mm256_add_epi32(_mm256_set1_epi32(0x7FFF), _mm256_and_si256(upper, _mm256_set1_epi32(1)));
+    __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+    __m256i quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
+    return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
 }
 
+/* Round one group of 32 to q8_0. */
+static inline void pkv_kv_round_q8_avx2(const float *x, uint8_t *values, uint8_t *scale) {
+    const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
+    __m256 part[4];
+    __m256i most = _mm256_setzero_si256();
+    for (int c = 0; c < 4; c++) {
+        part[c] = _mm256_loadu_ps(x + 8 * c);
+        most = _mm256_max_epi32(most, _mm256_and_si256(_mm256_castps_si256(part[c]), magnitude));
+    }
+    __m128i most_4 = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+    most_4 = _mm_max_epi32(most_4, _mm_shuffle_epi32(most_4, _MM_SHUFFLE(1, 0, 3, 2)));
+    most_4 = _mm_max_epi32(most_4, _mm_shuffle_epi32(most_4, _MM_SHUFFLE(2, 3, 0, 1)));
+    float factor;
+    uint16_t bits = pkv_kv_scale(_mm_cvtss_f32(_mm_castsi128_ps(most_4)), &factor);
+    memcpy(scale, &bits, sizeof bits);
+    __m256i code[4];
+    for (int c = 0; c < 4; c++) {
+        __m256 shifted = _mm256_fmadd_ps(part[c], _mm256_set1_ps(factor), _mm256_set1_ps(PKV_ROUND_TO_INT));
+        code[c] = _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(PKV_ROUND_TO_INT_BITS));
+    }
+    __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(code[0], code[1]), _mm256_packs_epi32(code[2], code[3]));
+    bytes = _mm256_max_epi8(bytes, _mm256_set1_epi8(-127));
+    bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); /* quarters in order */
+    _mm256_storeu_si256((__m256i *)values, factor == 0.0f ? _mm256_setzero_si256() : bytes);
+}
+
+static void pkv_kv_round_avx2(int dtype, const float *x, int64_t n, uint8_t *values, uint8_t *scales) {
+    int64_t i = 0;
+    if (dtype == PKV_Q8_0) {
+        for (; i < n; i += PKV_KV_GROUP)
+            pkv_kv_round_q8_avx2(x + i, values + i, scales + i / PKV_KV_GROUP * 2);
+        return;
+    }
+    for (; dtype == PKV_F16 && i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(values + 2 * i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), 0));
+    for (; dtype == PKV_BF16 && i + 8 <= n; i += 8) {
+        __m256i bits = pkv_f32_to_bf16_avx2(_mm256_loadu_ps(x + i));
+        _mm_storeu_si128((__m128i *)(values + 2 * i),
+                         _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1)));
+    }
+    pkv_kv_round_scalar(dtype, x + i, n - i, values + i * pkv_kv_value_nbytes(dtype), scales);
+}
+
+/* Values [i, i + 8) of a stored row as float32, for a constant dtype; scale: of their group. */
+static inline __attribute__((always_inline)) __m256 pkv_kv_load_avx2(int dtype, const uint8_t *values, int64_t i,
+                                                                     __m256 scale) {
+    if (dtype == PKV_F16)
+        return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(values + 2 * i)));
+    if (dtype == PKV_BF16)
+        return _mm256_castsi256_ps(_mm256_slli_epi32(
+            _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(values + 2 * i))), 16));
+    return _mm256_mul_ps(
+        scale, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(values + i)))));
+}
+
+static inline __attribute__((always_inline)) void pkv_kv_expand_of_avx2(int dtype, const pkv_kv_rows *rows,
+                                                                        int64_t n_rows, int64_t n, float *out,
+                                                                        const uint8_t *next, int64_t next_stride) {
+    int64_t value_nbytes = pkv_kv_value_nbytes(dtype);
+    for (int64_t t = 0; t < n_rows; t++, out += n) {
+        const uint8_t *values = rows->values + t * rows->values_stride;
+        int64_t i = 0;
+        for (int64_t at = 0; at < n * value_nbytes; at += 64)
+            _mm_prefetch((const char *)next + t * next_stride + at, _MM_HINT_T1);
+        __m256 scale = _mm256_setzero_ps();
+        for (; i + 32 <= n; i += 32) {
+            if (dtype == PKV_Q8_0) {
+                const uint8_t *of_group = rows->scales + t * rows->scales_stride + i / PKV_KV_GROUP * 2;
+                scale = _mm256_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(pkv_load_u16(of_group))));
+            }
+            _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)
+                _mm256_storeu_ps(out + i + 8 * c, pkv_kv_load_avx2(dtype, values, i + 8 * c, scale));
+        }
+        pkv_kv_rows rest = {values + i * value_nbytes, NULL, 0, 0};
+        if (i < n) /* of floats: groups are whole */
+            pkv_kv_expand_scalar(dtype, &rest, 1, n - i, out + i, next, next_stride);
+    }
+}
+
+static void pkv_kv_expand_avx2(int dtype, const pkv_kv_rows *rows, int64_t n_rows, int64_t n, float *out,
+                               const uint8_t *next, int64_t next_stride) {
+    if (dtype == PKV_F16)
+        pkv_kv_expand_of_avx2(PKV_F16, rows, n_rows, n, out, next, next_stride);
+    else if (dtype == PKV_BF16)
+        pkv_kv_expand_of_avx2(PKV_BF16, rows, n_rows, n, out, next, next_stride);
+    else if (dtype == PKV_Q8_0)
+        pkv_kv_expand_of_avx2(PKV_Q8_0, rows, n_rows, n, out, next, next_stride);
+    else
+        pkv_kv_expand_scalar(dtype, rows, n_rows, n, out, next, next_stride);
+}
+
+/* Eight sets of lanes, already summed 8 apart, to their eight tree sums in order: 4, 2 and 1 apart for all at
+ * once, halving the registers each time (a transpose and add; each blend keeps what the shuffle brings across). */
+static inline __m256 pkv_tree_sum_8_avx2(const __m256 *lanes) {
+    __m256 by_4[4], by_2[2];
+    for (int t = 0; t < 4; t++) /* 4 apart: key t in the low half, t + 4 in the high */
+        by_4[t] = _mm256_add_ps(_mm256_blend_ps(lanes[t], lanes[t + 4], 0xF0),
+                                _mm256_permute2f128_ps(lanes[t], lanes[t + 4], 0x21));
+    for (int t = 0; t < 2; t++) /* 2 apart: then t, t + 2 | t + 4, t + 6, two lanes each */
+        by_2[t] = _mm256_add_ps(_mm256_blend_ps(by_4[t], by_4[t + 2], 0xCC),
+                                _mm256_shuffle_ps(by_4[t], by_4[t + 2], _MM_SHUFFLE(1, 0, 3, 2)));
+    return _mm256_add_ps(_mm256_blend_ps(by_2[0], by_2[1], 0xAA), /* 1 apart: 0 1 2 3 | 4 5 6 7 */
+                         _mm256_permute_ps(_mm256_shuffle_ps(by_2[0], by_2[1], _MM_SHUFFLE(2, 0, 3, 1)),
+                                           _MM_SHUFFLE(3, 1, 2, 0)));
+}
+
+/* Dot products of H heads with 8 keys, lanes already summed 8 apart: sums [H][8]. N keys at once are H * N * 2
+ * chains; the queries' and keys' elements are loaded once for all of them. Meanwhile memory is asked for `next`. */
+#define PKV_SCORES_HEADS(H, N)                                                                                 \
+    static inline void pkv_scores_##H##heads_avx2(const float *q, const float *const *k, int64_t head_dim,     \
+                                                  const float *next, int64_t ldnext, __m256 (*sums)[8]) {      \
+        for (int t = 0; t < 8; t += N) {                                                                       \
+            __m256 low[H][N], high[H][N];                                                                      \
+            _Pragma("GCC unroll 4") for (int h = 0; h < H; h++)                                                \
+                _Pragma("GCC unroll 4") for (int j = 0; j < N; j++)                                            \
+                    low[h][j] = high[h][j] = _mm256_setzero_ps();                                              \
+            int64_t d = 0;                                                                                     \
+            for (; d + 16 <= head_dim; d += 16) {                                                              \
+                _Pragma("GCC unroll 4") for (int j = 0; j < N; j++)                                            \
+                    _mm_prefetch((const char *)(next + (t + j) * ldnext + d), _MM_HINT_T1);                    \
+                __m256 part[N];                                                                                \
+                _Pragma("GCC unroll 4") for (int j = 0; j < N; j++) part[j] = _mm256_loadu_ps(k[t + j] + d);   \
+                _Pragma("GCC unroll 4") for (int h = 0; h < H; h++) {                                          \
+                    __m256 q_d = _mm256_loadu_ps(q + h * head_dim + d);                                        \
+                    __asm__("" : "+x"(q_d));                                                                   \
+                    _Pragma("GCC unroll 4") for (int j = 0; j < N; j++)                                        \
+                        low[h][j] = _mm256_fmadd_ps(q_d, part[j], low[h][j]);                                  \
+                }                                                                                              \
+                _Pragma("GCC unroll 4") for (int j = 0; j < N; j++)                                            \
+                    part[j] = _mm256_loadu_ps(k[t + j] + d + 8);                                               \
+                _Pragma("GCC unroll 4") for (int h = 0; h < H; h++) {                                          \
+                    __m256 q_d = _mm256_loadu_ps(q + h * head_dim + d + 8);                                    \
+                    __asm__("" : "+x"(q_d));                                                                   \
+                    _Pragma("GCC unroll 4") for (int j = 0; j < N; j++)                                        \
+                        high[h][j] = _mm256_fmadd_ps(q_d, part[j], high[h][j]);                                \
+                }                                                                                              \
+            }                                                                                                  \
+            if (d < head_dim) {                                                                                \
+                __m256i tail = pkv_tail_mask_avx2(head_dim - d), beyond = pkv_tail_mask_avx2(head_dim - d - 8);\
+                _Pragma("GCC unroll 4") for (int h = 0; h < H; h++)                                            \
+                    _Pragma("GCC unroll 4") for (int j = 0; j < N; j++) {                                      \
+                        const float *q_d = q + h * head_dim + d, *k_d = k[t + j] + d;                          \
+                        low[h][j] = pkv_mask_fmadd_avx2(q_d, k_d, low[h][j], tail);                            \
+                        high[h][j] = pkv_mask_fmadd_avx2(q_d + 8, k_d + 8, high[h][j], beyond);                \
+                    }                                                                                          \
+            }                                                                                                  \
+            _Pragma("GCC unroll 4") for (int h = 0; h < H; h++)                                                \
+                _Pragma("GCC unroll 4") for (int j = 0; j < N; j++)                                            \
+                    sums[h][t + j] = _mm256_add_ps(low[h][j], high[h][j]);                                     \
+        }                                                                                                      \
+    }
+PKV_SCORES_HEADS(1, 4)
+PKV_SCORES_HEADS(2, 2)
+PKV_SCORES_HEADS(3, 2)
+#undef PKV_SCORES_HEADS
+
 static void pkv_attn_scores_f32_avx2(const float *q, int64_t n_q, const float *k, int64_t ldk, int64_t n_k,
-                                     int64_t head_dim, float scale, float *s, int64_t lds, const float *next) {
-    const __m128 scale_f32x4 = _mm_set1_ps(scale);
-    int64_t whole = head_dim & ~(int64_t)15;
-    __m256i tail_low = pkv_tail_mask_avx2(head_dim - whole), tail_high = pkv_tail_mask_avx2(head_dim - whole - 8);
-    int64_t t0 = 0;
-    for (; t0 + 4 <= n_k; t0 += 4) {
-        const float *k_0 = k + t0 * ldk, *k_1 = k_0 + ldk, *k_2 = k_1 + ldk, *k_3 = k_2 + ldk;
-        for (int64_t h = 0; h < n_q; h++) {
-            const float *q_h = q + h * head_dim;
-            __m256 low_0 = _mm256_setzero_ps(), low_1 = low_0, low_2 = low_0, low_3 = low_0;
-            __m256 high_0 = low_0, high_1 = low_0, high_2 = low_0, high_3 = low_0;
-            for (int64_t d = 0; d < whole; d += 16) {
-                __m256 q_low = _mm256_loadu_ps(q_h + d), q_high = _mm256_loadu_ps(q_h + d + 8);
-                if (d / 16 % n_q == h) /* the heads share out the asking */
-                    for (int t = 0; t < 4; t++)
-                        _mm_prefetch((const char *)(next + (t0 + t) * ldk + d), _MM_HINT_T1);
-                low_0 = _mm256_fmadd_ps(q_low, _mm256_loadu_ps(k_0 + d), low_0);
-                low_1 = _mm256_fmadd_ps(q_low, _mm256_loadu_ps(k_1 + d), low_1);
-                low_2 = _mm256_fmadd_ps(q_low, _mm256_loadu_ps(k_2 + d), low_2);
-                low_3 = _mm256_fmadd_ps(q_low, _mm256_loadu_ps(k_3 + d), low_3);
-                high_0 = _mm256_fmadd_ps(q_high, _mm256_loadu_ps(k_0 + d + 8), high_0);
-                high_1 = _mm256_fmadd_ps(q_high, _mm256_loadu_ps(k_1 + d + 8), high_1);
-                high_2 = _mm256_fmadd_ps(q_high, _mm256_loadu_ps(k_2 + d + 8), high_2);
-                high_3 = _mm256_fmadd_ps(q_high, _mm256_loadu_ps(k_3 + d + 8), high_3);
+                                     int64_t head_dim, float scale, float *s, int64_t lds, const float *next,
+                                     int64_t ldnext) {
+    for (int64_t t0 = 0; t0 < n_k; t0 += 8) {
+        const float *keys[8]; /* past the last key it stands in, and its dots are dropped */
+        for (int64_t t = 0; t < 8; t++)
+            keys[t] = k + pkv_min(t0 + t, n_k - 1) * ldk;
+        for (int64_t h = 0, heads; h < n_q; h += heads) {
+            __m256 sums[3][8];
+            heads = pkv_min(n_q - h, 3);
+            if (heads == 3)
+                pkv_scores_3heads_avx2(q + h * head_dim, keys, head_dim, next + t0 * ldnext, ldnext, sums);
+            else if (heads == 2)
+                pkv_scores_2heads_avx2(q + h * head_dim, keys, head_dim, next + t0 * ldnext, ldnext, sums);
+            else
+                pkv_scores_1heads_avx2(q + h * head_dim, keys, head_dim, next + t0 * ldnext, ldnext, sums);
+            for (int64_t i = 0; i < heads; i++) {
+                __m256 scores = _mm256_mul_ps(pkv_tree_sum_8_avx2(sums[i]), _mm256_set1_ps(scale));
+                if (n_k - t0 >= 8)
+                    _mm256_storeu_ps(s + (h + i) * lds + t0, scores);
+                else
+                    _mm256_maskstore_ps(s + (h + i) * lds + t0, pkv_tail_mask_avx2(n_k - t0), scores);
             }
-            if (whole < head_dim) {
-                low_0 = pkv_mask_fmadd_avx2(q_h + whole, k_0 + whole, low_0, tail_low);
-                low_1 = pkv_mask_fmadd_avx2(q_h + whole, k_1 + whole, low_1, tail_low);
-                low_2 = pkv_mask_fmadd_avx2(q_h + whole, k_2 + whole, low_2, tail_low);
-                low_3 = pkv_mask_fmadd_avx2(q_h + whole, k_3 + whole, low_3, tail_low);
-            }
-            if (whole + 8 < head_dim) {
-                high_0 = pkv_mask_fmadd_avx2(q_h + whole + 8, k_0 + whole + 8, high_0, tail_high);
-                high_1 = pkv_mask_fmadd_avx2(q_h + whole + 8, k_1 + whole + 8, high_1, tail_high);
-                high_2 = pkv_mask_fmadd_avx2(q_h + whole + 8, k_2 + whole + 8, high_2, tail_high);
-                high_3 = pkv_mask_fmadd_avx2(q_h + whole + 8, k_3 + whole + 8, high_3, tail_high);
-            }
-            __m128 sums = pkv_tree_sum_4_avx2(_mm256_add_ps(low_0, high_0), _mm256_add_ps(low_1, high_1),
-                                              _mm256_add_ps(low_2, high_2), _mm256_add_ps(low_3, high_3));
-            _mm_storeu_ps(s + h * lds + t0, _mm_mul_ps(sums, scale_f32x4));
         }
     }
-    for (; t0 < n_k; t0++)
-        for (int64_t h = 0; h < n_q; h++)
-            s[h * lds + t0] = pkv_dot_f32_avx2(q + h * head_dim, k + t0 * ldk, head_dim) * scale;
 }
 
 /* H heads at once over 32 elements of the head: H * 4 chains, the values loaded once for all of them. */
 #define PKV_VALUES_HEADS(H)                                                                                    \
     static inline void pkv_values_##H##heads_avx2(const float *p, int64_t ldp, const float *v, int64_t ldv,    \
                                                   int64_t n_k, int64_t head_dim, float *acc,                   \
-                                                  const float *next) {                                         \
+                                                  const float *next, int64_t ldnext) {                         \
         __m256 a[H][4], p_t[H];                                                                                \
         _Pragma("GCC unroll 4") for (int h = 0; h < H; h++)                                                    \
             _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)                                                \
                 a[h][c] = _mm256_loadu_ps(acc + h * head_dim + 8 * c);                                         \
         for (int64_t t = 0; t < n_k; t++) {                                                                    \
-            _mm_prefetch((const char *)(next + t * ldv + 16 * 0), _MM_HINT_T1);                                \
-            _mm_prefetch((const char *)(next + t * ldv + 16 * 1), _MM_HINT_T1);                                \
+            _mm_prefetch((const char *)(next + t * ldnext + 16 * 0), _MM_HINT_T1);                             \
+            _mm_prefetch((const char *)(next + t * ldnext + 16 * 1), _MM_HINT_T1);                             \
             _Pragma("GCC unroll 4") for (int h = 0; h < H; h++) p_t[h] = _mm256_broadcast_ss(p + h * ldp + t); \
             _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++) {                                              \
                 __m256 v_c = _mm256_loadu_ps(v + t * ldv + 8 * c);                                             \
@@ -521,16 +653,20 @@ PKV_VALUES_HEADS(3)
 #undef PKV_VALUES_HEADS
 
 static void pkv_attn_values_f32_avx2(const float *p, int64_t ldp, int64_t n_q, const float *v, int64_t ldv,
-                                     int64_t n_k, int64_t head_dim, float *acc, const float *next) {
+                                     int64_t n_k, int64_t head_dim, float *acc, const float *next,
+                                     int64_t ldnext) {
     int64_t d = 0;
     for (; d + 32 <= head_dim; d += 32) {
         int64_t h = 0;
         for (; n_q - h >= 3; h += 3)
-            pkv_values_3heads_avx2(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
+            pkv_values_3heads_avx2(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d,
+                                   ldnext);
         if (n_q - h == 2)
-            pkv_values_2heads_avx2(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
+            pkv_values_2heads_avx2(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d,
+                                   ldnext);
         else if (n_q - h == 1)
-            pkv_values_1heads_avx2(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
+            pkv_values_1heads_avx2(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d,
+                                   ldnext);
     }
     for (; d < head_dim; d += 8) {
         __m256i live = pkv_tail_mask_avx2(head_dim - d < 8 ? head_dim - d : 8);

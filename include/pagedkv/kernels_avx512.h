@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 
+#include "kernels_avx2.h"
 #include "kernels_scalar.h"
 
 #ifdef __clang__
@@ -427,119 +428,12 @@ static void pkv_matmul_coded_avx512(int dtype, const float *x, int64_t ldx, int6
     by_rows[n_rows - 1](dtype, x, ldx, panel, n_k, y, ldy, n_cols);
 }
 
-/* Sixteen sets of lanes to their sixteen tree sums, element t from lanes[t]: the tree's four steps done for
- * all at once, halving the registers each time (a transpose and add). */
-static inline __m512 pkv_tree_sum_16_avx512(const __m512 *lanes) {
-    __m512 by_8[8], by_4[4], by_2[2];
-    for (int t = 0; t < 8; t++) /* 8 apart: low halves of t and t + 8, plus their high halves */
-        by_8[t] = _mm512_add_ps(_mm512_shuffle_f32x4(lanes[t], lanes[t + 8], _MM_SHUFFLE(1, 0, 1, 0)),
-                                _mm512_shuffle_f32x4(lanes[t], lanes[t + 8], _MM_SHUFFLE(3, 2, 3, 2)));
-    for (int t = 0; t < 4; t++) /* 4 apart: even quarters plus odd ones; order now t, t + 8, t + 4, t + 12 */
-        by_4[t] = _mm512_add_ps(_mm512_shuffle_f32x4(by_8[t], by_8[t + 4], _MM_SHUFFLE(2, 0, 2, 0)),
-                                _mm512_shuffle_f32x4(by_8[t], by_8[t + 4], _MM_SHUFFLE(3, 1, 3, 1)));
-    for (int t = 0; t < 2; t++) /* 2 apart, inside each quarter */
-        by_2[t] = _mm512_add_ps(_mm512_shuffle_ps(by_4[t], by_4[t + 2], _MM_SHUFFLE(1, 0, 1, 0)),
-                                _mm512_shuffle_ps(by_4[t], by_4[t + 2], _MM_SHUFFLE(3, 2, 3, 2)));
-    __m512 sums = _mm512_add_ps(_mm512_shuffle_ps(by_2[0], by_2[1], _MM_SHUFFLE(2, 0, 2, 0)),
-                                _mm512_shuffle_ps(by_2[0], by_2[1], _MM_SHUFFLE(3, 1, 3, 1)));
-    /* Each quarter holds t = 0, 2, 1, 3 plus its own 0, 8, 4 or 12: put element t at place t. */
-    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15), sums);
-}
-
-static void pkv_attn_scores_f32_avx512(const float *q, int64_t n_q, const float *k, int64_t ldk, int64_t n_k,
-                                       int64_t head_dim, float scale, float *s, int64_t lds, const float *next) {
-    const __m512 scale_f32x16 = _mm512_set1_ps(scale);
-    int64_t whole = head_dim & ~(int64_t)15;
-    __mmask16 tail = pkv_tail_mask_avx512(head_dim - whole);
-    for (int64_t t0 = 0; t0 < n_k; t0 += 16) {
-        const float *k_t = k + t0 * ldk;
-        int64_t n = n_k - t0 < 16 ? n_k - t0 : 16;
-        for (int64_t h = 0; h < n_q; h++) {
-            const float *q_h = q + h * head_dim;
-            __m512 lanes[16];
-            if (n == 16) {
-                for (int t = 0; t < 16; t++)
-                    lanes[t] = _mm512_setzero_ps();
-                for (int64_t d = 0; d < whole; d += 16) {
-                    __m512 q_d = _mm512_loadu_ps(q_h + d);
-                    if (d / 16 % n_q == h) /* the heads share out the asking */
-                        for (int t = 0; t < 16; t++)
-                            _mm_prefetch((const char *)(next + (t0 + t) * ldk + d), _MM_HINT_T1);
-                    for (int t = 0; t < 16; t++)
-                        lanes[t] = _mm512_fmadd_ps(q_d, _mm512_loadu_ps(k_t + t * ldk + d), lanes[t]);
-                }
-                if (tail) {
-                    __m512 q_d = _mm512_maskz_loadu_ps(tail, q_h + whole);
-                    for (int t = 0; t < 16; t++)
-                        lanes[t] = _mm512_mask3_fmadd_ps(
-                            q_d, _mm512_maskz_loadu_ps(tail, k_t + t * ldk + whole), lanes[t], tail);
-                }
-                _mm512_storeu_ps(s + h * lds + t0, _mm512_mul_ps(pkv_tree_sum_16_avx512(lanes), scale_f32x16));
-            } else {
-                for (int64_t t = 0; t < n; t++)
-                    s[h * lds + t0 + t] = pkv_dot_f32_avx512(q_h, k_t + t * ldk, head_dim) * scale;
-            }
-        }
-    }
-}
-
-/* H heads at once over 64 elements of the head: H * 4 chains, the values loaded once for all of them. */
-#define PKV_VALUES_HEADS(H)                                                                                    \
-    static inline void pkv_values_##H##heads_avx512(const float *p, int64_t ldp, const float *v, int64_t ldv,  \
-                                                    int64_t n_k, int64_t head_dim, float *acc,                 \
-                                                    const float *next) {                                       \
-        __m512 a[H][4];                                                                                        \
-        _Pragma("GCC unroll 4") for (int h = 0; h < H; h++)                                                    \
-            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)                                                \
-                a[h][i] = _mm512_loadu_ps(acc + h * head_dim + 16 * i);                                        \
-        for (int64_t t = 0; t < n_k; t++) {                                                                    \
-            const float *v_t = v + t * ldv;                                                                    \
-            __m512 v_0 = _mm512_loadu_ps(v_t), v_1 = _mm512_loadu_ps(v_t + 16);                                \
-            __m512 v_2 = _mm512_loadu_ps(v_t + 32), v_3 = _mm512_loadu_ps(v_t + 48);                           \
-            for (int i = 0; i < 4; i++)                                                                        \
-                _mm_prefetch((const char *)(next + t * ldv + 16 * i), _MM_HINT_T1);                            \
-            _Pragma("GCC unroll 4") for (int h = 0; h < H; h++) {                                              \
-                __m512 p_t = _mm512_set1_ps(p[h * ldp + t]);                                                   \
-                a[h][0] = _mm512_fmadd_ps(p_t, v_0, a[h][0]);                                                  \
-                a[h][1] = _mm512_fmadd_ps(p_t, v_1, a[h][1]);                                                  \
-                a[h][2] = _mm512_fmadd_ps(p_t, v_2, a[h][2]);                                                  \
-                a[h][3] = _mm512_fmadd_ps(p_t, v_3, a[h][3]);                                                  \
-            }                                                                                                  \
-        }                                                                                                      \
-        _Pragma("GCC unroll 4") for (int h = 0; h < H; h++)                                                    \
-            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)                                                \
-                _mm512_storeu_ps(acc + h * head_dim + 16 * i, a[h][i]);                                        \
-    }
-PKV_VALUES_HEADS(1)
-PKV_VALUES_HEADS(2)
-PKV_VALUES_HEADS(3)
-PKV_VALUES_HEADS(4)
-#undef PKV_VALUES_HEADS
-
-static void pkv_attn_values_f32_avx512(const float *p, int64_t ldp, int64_t n_q, const float *v, int64_t ldv,
-                                       int64_t n_k, int64_t head_dim, float *acc, const float *next) {
-    int64_t d = 0;
-    for (; d + 64 <= head_dim; d += 64) {
-        int64_t h = 0;
-        for (; n_q - h >= 4; h += 4)
-            pkv_values_4heads_avx512(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
-        if (n_q - h == 3)
-            pkv_values_3heads_avx512(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
-        else if (n_q - h == 2)
-            pkv_values_2heads_avx512(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
-        else if (n_q - h == 1)
-            pkv_values_1heads_avx512(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
-    }
-    for (; d < head_dim; d += 16) {
-        __mmask16 live = head_dim - d >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(head_dim - d);
-        for (int64_t h = 0; h < n_q; h++) {
-            __m512 a = _mm512_maskz_loadu_ps(live, acc + h * head_dim + d);
-            for (int64_t t = 0; t < n_k; t++)
-                a = _mm512_fmadd_ps(_mm512_set1_ps(p[h * ldp + t]), _mm512_maskz_loadu_ps(live, v + t * ldv + d), a);
-            _mm512_mask_storeu_ps(acc + h * head_dim + d, live, a);
-        }
-    }
-}
+/* K and V in 8 lanes: measured on Zen 4, the horizontal sums of 16 lanes cost more than they save (a block of 16
+ * keys for 3 heads of 64: scores 98 ns, with 8 lanes 81; values 80 and 58). */
+#define pkv_kv_round_avx512 pkv_kv_round_avx2
+#define pkv_kv_expand_avx512 pkv_kv_expand_avx2
+#define pkv_attn_scores_f32_avx512 pkv_attn_scores_f32_avx2
+#define pkv_attn_values_f32_avx512 pkv_attn_values_f32_avx2
 
 static void pkv_attn_merge_f32_avx512(float *max, float *sum, float *acc, float max_c, float sum_c,
                                       const float *acc_c, int64_t head_dim) {

@@ -267,10 +267,9 @@ PKV_INLINE_NEON void pkv_scales_neon(int dtype, const uint8_t *unit, const uint8
     _Pragma("GCC unroll 8") for (int c = 0; c < 8; c++) minimum[c] = vnegq_f32(vmulq_f32(minimum[c], factor[c]));
 }
 
-/* Codes of one row, less the bias, as floats. */
-PKV_INLINE_NEON void pkv_codes_neon(int dtype, const uint8_t *low, const uint8_t *high, float32x4_t *code) {
+/* Codes of one row, less the bias, as int8: columns [0, 16) and [16, 32). */
+PKV_INLINE_NEON void pkv_code_bytes_neon(int dtype, const uint8_t *low, const uint8_t *high, uint8x16_t *bytes) {
     pkv_form f = pkv_form_of(dtype);
-    uint8x16_t bytes[2]; /* columns [0, 16) and [16, 32) */
     bytes[0] = vld1q_u8(low);
     if (f.low_bits == 8) {
         bytes[1] = vld1q_u8(low + 16);
@@ -293,8 +292,15 @@ PKV_INLINE_NEON void pkv_codes_neon(int dtype, const uint8_t *low, const uint8_t
         bytes[0] = vorrq_u8(bytes[0], vandq_u8(upper_0, fifth_sixth));
         bytes[1] = vorrq_u8(bytes[1], vandq_u8(upper_1, fifth_sixth));
     }
+    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) bytes[i] = vsubq_u8(bytes[i], vdupq_n_u8((uint8_t)f.bias));
+}
+
+/* The same as floats. */
+PKV_INLINE_NEON void pkv_codes_neon(int dtype, const uint8_t *low, const uint8_t *high, float32x4_t *code) {
+    uint8x16_t bytes[2];
+    pkv_code_bytes_neon(dtype, low, high, bytes);
     _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
-        pkv_i8_to_f32_neon(vreinterpretq_s8_u8(vsubq_u8(bytes[i], vdupq_n_u8((uint8_t)f.bias))), code + 4 * i);
+        pkv_i8_to_f32_neon(vreinterpretq_s8_u8(bytes[i]), code + 4 * i);
 }
 
 /* Values of row i of a group. */
@@ -353,6 +359,83 @@ static void pkv_matmul_coded_neon(int dtype, const float *x, int64_t ldx, int64_
     }
 }
 
+/* Round one group of 32 to q8_0. */
+static inline void pkv_kv_round_q8_neon(const float *x, uint8_t *values, uint8_t *scale) {
+    float32x4_t part[8];
+    int32x4_t most = vdupq_n_s32(0);
+    for (int c = 0; c < 8; c++) {
+        part[c] = vld1q_f32(x + 4 * c);
+        most = vmaxq_s32(most, vandq_s32(vreinterpretq_s32_f32(part[c]), vdupq_n_s32(0x7FFFFFFF)));
+    }
+    float factor;
+    uint16_t bits = pkv_kv_scale(pkv_bits_to_f32(vmaxvq_s32(most)), &factor);
+    memcpy(scale, &bits, sizeof bits);
+    for (int c = 0; c < 8; c += 4) {
+        int16x4_t code[4];
+        for (int i = 0; i < 4; i++) {
+            float32x4_t shifted = vfmaq_n_f32(vdupq_n_f32(PKV_ROUND_TO_INT), part[c + i], factor);
+            code[i] = vqmovn_s32(vsubq_s32(vreinterpretq_s32_f32(shifted), vdupq_n_s32(PKV_ROUND_TO_INT_BITS)));
+        }
+        int8x16_t bytes = vcombine_s8(vqmovn_s16(vcombine_s16(code[0], code[1])),
+                                      vqmovn_s16(vcombine_s16(code[2], code[3])));
+        bytes = factor == 0.0f ? vdupq_n_s8(0) : vmaxq_s8(bytes, vdupq_n_s8(-127));
+        vst1q_u8(values + 4 * c, vreinterpretq_u8_s8(bytes));
+    }
+}
+
+static void pkv_kv_round_neon(int dtype, const float *x, int64_t n, uint8_t *values, uint8_t *scales) {
+    int64_t i = 0;
+    if (dtype == PKV_Q8_0) {
+        for (; i < n; i += PKV_KV_GROUP)
+            pkv_kv_round_q8_neon(x + i, values + i, scales + i / PKV_KV_GROUP * 2);
+        return;
+    }
+    for (; dtype == PKV_F16 && i + 4 <= n; i += 4)
+        vst1_u8(values + 2 * i, vreinterpret_u8_f16(vcvt_f16_f32(vld1q_f32(x + i))));
+    for (; dtype == PKV_BF16 && i + 4 <= n; i += 4) {
+        float32x4_t part = vld1q_f32(x + i);
+        uint32x4_t bits = vreinterpretq_u32_f32(part), upper = vshrq_n_u32(bits, 16);
+        uint32x4_t half = vaddq_u32(vdupq_n_u32(0x7FFF), vandq_u32(upper, vdupq_n_u32(1)));
+        uint32x4_t rounded = vshrq_n_u32(vaddq_u32(bits, half), 16);
+        upper = vbslq_u32(vceqq_f32(part, part), rounded, vorrq_u32(upper, vdupq_n_u32(0x40)));
+        vst1_u8(values + 2 * i, vreinterpret_u8_u16(vmovn_u32(upper)));
+    }
+    pkv_kv_round_scalar(dtype, x + i, n - i, values + i * pkv_kv_value_nbytes(dtype), scales);
+}
+
+/* Values [i, i + 4) of a stored row as float32; scale: of their group. */
+static inline float32x4_t pkv_kv_load_neon(int dtype, const uint8_t *values, int64_t i, float scale) {
+    if (dtype == PKV_F16)
+        return pkv_load_f16_neon(values + 2 * i);
+    if (dtype == PKV_BF16)
+        return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(values + 2 * i)), 16));
+    int32_t four;
+    memcpy(&four, values + i, sizeof four);
+    int16x4_t wide = vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))));
+    return vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(wide)), scale);
+}
+
+static void pkv_kv_expand_neon(int dtype, const pkv_kv_rows *rows, int64_t n_rows, int64_t n, float *out,
+                               const uint8_t *next, int64_t next_stride) {
+    int64_t value_nbytes = pkv_kv_value_nbytes(dtype);
+    for (int64_t t = 0; t < n_rows; t++, out += n) {
+        const uint8_t *values = rows->values + t * rows->values_stride;
+        int64_t i = 0;
+        for (int64_t at = 0; at < n * value_nbytes; at += 64)
+            __builtin_prefetch(next + t * next_stride + at, 0, 2);
+        for (; dtype != PKV_F32 && i + 4 <= n; i += 4) {
+            float scale = 0.0f;
+            if (dtype == PKV_Q8_0)
+                scale = pkv_f16_to_f32(
+                    pkv_load_u16(rows->scales + t * rows->scales_stride + i / PKV_KV_GROUP * 2));
+            vst1q_f32(out + i, pkv_kv_load_neon(dtype, values, i, scale));
+        }
+        pkv_kv_rows rest = {values + i * value_nbytes, NULL, 0, 0};
+        if (i < n) /* of floats: groups are whole */
+            pkv_kv_expand_scalar(dtype, &rest, 1, n - i, out + i, next, next_stride);
+    }
+}
+
 /* Four keys against one query, whose elements are loaded once for all four; the four sets of lanes meet in one
  * transpose and add: 2 apart for two keys a register, then 1 apart for all four. */
 static inline float32x4_t pkv_dot_4keys_neon(const float *q, const float *k, int64_t ldk, int64_t head_dim) {
@@ -380,13 +463,14 @@ static inline float32x4_t pkv_dot_4keys_neon(const float *q, const float *k, int
 }
 
 static void pkv_attn_scores_f32_neon(const float *q, int64_t n_q, const float *k, int64_t ldk, int64_t n_k,
-                                     int64_t head_dim, float scale, float *s, int64_t lds, const float *next) {
+                                     int64_t head_dim, float scale, float *s, int64_t lds, const float *next,
+                                     int64_t ldnext) {
     int64_t t = 0;
     for (; t + 4 <= n_k; t += 4)
         for (int64_t h = 0; h < n_q; h++) {
             for (int64_t d = 16 * h; d < head_dim; d += 16 * n_q) /* the heads share out the asking */
                 for (int row = 0; row < 4; row++)
-                    __builtin_prefetch(next + (t + row) * ldk + d, 0, 2);
+                    __builtin_prefetch(next + (t + row) * ldnext + d, 0, 2);
             vst1q_f32(s + h * lds + t,
                       vmulq_n_f32(pkv_dot_4keys_neon(q + h * head_dim, k + t * ldk, ldk, head_dim), scale));
         }
@@ -399,14 +483,14 @@ static void pkv_attn_scores_f32_neon(const float *q, int64_t n_q, const float *k
 #define PKV_VALUES_HEADS(H)                                                                                    \
     static inline void pkv_values_##H##heads_neon(const float *p, int64_t ldp, const float *v, int64_t ldv,    \
                                                   int64_t n_k, int64_t head_dim, float *acc,                   \
-                                                  const float *next) {                                         \
+                                                  const float *next, int64_t ldnext) {                         \
         float32x4_t a[H][8], p_t[H];                                                                           \
         _Pragma("GCC unroll 8") for (int h = 0; h < H; h++)                                                    \
             _Pragma("GCC unroll 8") for (int c = 0; c < 8; c++)                                                \
                 a[h][c] = vld1q_f32(acc + h * head_dim + 4 * c);                                               \
         for (int64_t t = 0; t < n_k; t++) {                                                                    \
-            __builtin_prefetch(next + t * ldv + 16 * 0, 0, 2);                                                 \
-            __builtin_prefetch(next + t * ldv + 16 * 1, 0, 2);                                                 \
+            __builtin_prefetch(next + t * ldnext + 16 * 0, 0, 2);                                              \
+            __builtin_prefetch(next + t * ldnext + 16 * 1, 0, 2);                                              \
             _Pragma("GCC unroll 8") for (int h = 0; h < H; h++) p_t[h] = vld1q_dup_f32(p + h * ldp + t);       \
             _Pragma("GCC unroll 8") for (int c = 0; c < 8; c++) {                                              \
                 float32x4_t v_c = vld1q_f32(v + t * ldv + 4 * c);                                              \
@@ -423,16 +507,20 @@ PKV_VALUES_HEADS(3)
 #undef PKV_VALUES_HEADS
 
 static void pkv_attn_values_f32_neon(const float *p, int64_t ldp, int64_t n_q, const float *v, int64_t ldv,
-                                     int64_t n_k, int64_t head_dim, float *acc, const float *next) {
+                                     int64_t n_k, int64_t head_dim, float *acc, const float *next,
+                                     int64_t ldnext) {
     int64_t d = 0;
     for (; d + 32 <= head_dim; d += 32) {
         int64_t h = 0;
         for (; n_q - h >= 3; h += 3)
-            pkv_values_3heads_neon(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
+            pkv_values_3heads_neon(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d,
+                                   ldnext);
         if (n_q - h == 2)
-            pkv_values_2heads_neon(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
+            pkv_values_2heads_neon(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d,
+                                   ldnext);
         else if (n_q - h == 1)
-            pkv_values_1heads_neon(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d);
+            pkv_values_1heads_neon(p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d,
+                                   ldnext);
     }
     for (; d + 4 <= head_dim; d += 4)
         for (int64_t h = 0; h < n_q; h++) {

@@ -11,6 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "kv.h"
 #include "layout.h"
 #include "weights.h"
 
@@ -190,11 +191,12 @@ static void pkv_matmul_coded_scalar(int dtype, const float *x, int64_t ldx, int6
 
 /* s[h, t] = scale * dot(q[h], k[t]): the scores of n_q heads of one row over n_k consecutive rows of a block.
  *   q [n_q, head_dim] row stride head_dim;  k [n_k, head_dim] row stride ldk;  s [n_q, n_k] row stride lds
- *   next [n_k, head_dim] row stride ldk: what will be read after k. SIMD files ask memory for it a few lines at
- *   a time, between the arithmetic (27 GB/s; in one burst before it 15, measured); nothing here depends on it. */
+ *   next [n_k, head_dim] row stride ldnext: what will be read after k. SIMD files ask memory for it a few lines
+ *   at a time, between the arithmetic (27 GB/s; in one burst before it 15, measured); nothing here depends on it. */
 static void pkv_attn_scores_f32_scalar(const float *q, int64_t n_q, const float *k, int64_t ldk, int64_t n_k,
-                                       int64_t head_dim, float scale, float *s, int64_t lds, const float *next) {
-    (void)next;
+                                       int64_t head_dim, float scale, float *s, int64_t lds, const float *next,
+                                       int64_t ldnext) {
+    (void)next, (void)ldnext;
     for (int64_t h = 0; h < n_q; h++)
         for (int64_t t = 0; t < n_k; t++)
             s[h * lds + t] = pkv_dot_f32_scalar(q + h * head_dim, k + t * ldk, head_dim) * scale;
@@ -202,10 +204,11 @@ static void pkv_attn_scores_f32_scalar(const float *q, int64_t n_q, const float 
 
 /* acc[h, d] += sum_t p[h, t] v[t, d], t ascending, one FMA a step: the values of a block, weighted.
  *   p [n_q, n_k] row stride ldp;  v [n_k, head_dim] row stride ldv;  acc [n_q, head_dim]
- *   next [n_k, head_dim] row stride ldv: as in pkv_attn_scores */
+ *   next, ldnext: as in pkv_attn_scores */
 static void pkv_attn_values_f32_scalar(const float *p, int64_t ldp, int64_t n_q, const float *v, int64_t ldv,
-                                       int64_t n_k, int64_t head_dim, float *acc, const float *next) {
-    (void)next;
+                                       int64_t n_k, int64_t head_dim, float *acc, const float *next,
+                                       int64_t ldnext) {
+    (void)next, (void)ldnext;
     for (int64_t h = 0; h < n_q; h++)
         for (int64_t t = 0; t < n_k; t++)
             for (int64_t d = 0; d < head_dim; d++)

@@ -1,6 +1,6 @@
 /* Address arithmetic: where a row of the pool, a packed weight or a chunk of attention lies.
- * The one owner of these formulas. All offsets are int64_t and count elements, not bytes: a pool passes
- * 2^31 elements long before it fills the memory of a small server. */
+ * The one owner of these formulas. All offsets are int64_t: a pool passes 2^31 elements long before it fills the
+ * memory of a small server. */
 #ifndef PAGEDKV_LAYOUT_H
 #define PAGEDKV_LAYOUT_H
 
@@ -19,16 +19,29 @@
 
 static inline int64_t pkv_min(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Element offset of (block, layer, row 0) in K or V, shaped [n_blocks, n_layers, block_size, kv_dim]. */
+/* Offset of (block, layer, row 0) in K or V, shaped [n_blocks, n_layers, block_size, width], in what width counts. */
 static inline int64_t pkv_block_offset(int64_t block_id, int64_t layer, int64_t n_layers, int64_t block_size,
-                                       int64_t kv_dim) {
-    return (block_id * n_layers + layer) * block_size * kv_dim;
+                                       int64_t width) {
+    return (block_id * n_layers + layer) * block_size * width;
 }
 
-/* Element offset of (block, layer, row) in K or V. */
+/* Offset of (block, layer, row) in elements where a row is kv_dim of them and nothing else. */
 static inline int64_t pkv_row_offset(int64_t block_id, int64_t layer, int64_t row, int64_t n_layers,
                                      int64_t block_size, int64_t kv_dim) {
     return pkv_block_offset(block_id, layer, n_layers, block_size, kv_dim) + row * kv_dim;
+}
+
+/* Where a stored row lies: bytes from the start of K, or of V, to its values and to its scales. */
+typedef struct pkv_slot {
+    int64_t values, scales;
+} pkv_slot;
+
+/* Slot of (block, layer, row), each row in values_nbytes and scales_nbytes: the values of one layer of a block
+ * come first, then its scales. */
+static inline pkv_slot pkv_slot_at(int64_t block_id, int64_t layer, int64_t row, int64_t n_layers, int64_t block_size,
+                                   int64_t values_nbytes, int64_t scales_nbytes) {
+    int64_t begin = pkv_block_offset(block_id, layer, n_layers, block_size, values_nbytes + scales_nbytes);
+    return (pkv_slot){begin + row * values_nbytes, begin + block_size * values_nbytes + row * scales_nbytes};
 }
 
 /* Blocks that hold n_tokens rows. */

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kv.h"
 #include "layout.h"
 #include "memory.h"
 #include "status.h"
@@ -18,8 +19,9 @@ typedef struct pkv_pool {
     int64_t n_layers;
     int64_t block_size; /* tokens; divides PKV_CHUNK */
     int64_t kv_dim;
-    float *k;            /* [n_blocks, n_layers, block_size, kv_dim], 64-byte aligned */
-    float *v;            /* as k */
+    int32_t dtype;       /* PKV_F32, PKV_F16, PKV_BF16 or PKV_Q8_0 */
+    uint8_t *k;          /* [n_blocks, n_layers] times one layer of a block (kv.h), 64-byte aligned */
+    uint8_t *v;          /* as k */
     int32_t *ref_count;  /* [n_blocks]; tables that name the block; 0 = free */
     int32_t *free_stack; /* [n_blocks]; the first n_free are the free ids, the last of them goes next */
     int64_t n_free;
@@ -37,9 +39,10 @@ typedef struct pkv_seq {
 
 /* Bytes of K (or V); 0 where the product does not fit. */
 static inline size_t pkv_pool_nbytes(const pkv_pool *pool) {
-    int64_t n = sizeof(float);
-    if (!pkv_mul_size(n, pool->n_blocks, &n) || !pkv_mul_size(n, pool->n_layers, &n) ||
-        !pkv_mul_size(n, pool->block_size, &n) || !pkv_mul_size(n, pool->kv_dim, &n))
+    int64_t n = pool->n_blocks;
+    if (pool->kv_dim > INT64_MAX / 8 || !pkv_mul_size(n, pool->n_layers, &n) ||
+        !pkv_mul_size(n, pool->block_size, &n) ||
+        !pkv_mul_size(n, pkv_kv_row_nbytes(pool->dtype, pool->kv_dim), &n))
         return 0;
     return (size_t)n;
 }
@@ -55,14 +58,16 @@ static inline void pkv_pool_free(pkv_pool *pool) {
 }
 
 /* A pool with every block free. BAD_DIM: a count not positive, a block size that does not divide the
- * attention chunk, more than 2^31 - 1 blocks, or a size that no address can have. NULL: no memory. */
-static inline pkv_status pkv_pool_new(int64_t n_blocks, int64_t n_layers, int64_t kv_dim, int64_t block_size,
-                                      pkv_pool **out) {
+ * attention chunk, more than 2^31 - 1 blocks, a size that no address can have, a type that rows are not stored
+ * as, or a kv_dim that its groups do not divide. NULL: no memory. */
+static inline pkv_status pkv_pool_new_of(int dtype, int64_t n_blocks, int64_t n_layers, int64_t kv_dim,
+                                         int64_t block_size, pkv_pool **out) {
     *out = NULL;
     if (n_blocks <= 0 || n_layers <= 0 || kv_dim <= 0 || block_size <= 0 || n_blocks > INT32_MAX ||
-        PKV_CHUNK % block_size != 0)
+        PKV_CHUNK % block_size != 0 || !pkv_kv_known(dtype) || kv_dim % pkv_kv_group(dtype) != 0)
         return PKV_ERR_BAD_DIM;
     pkv_pool shape = {0};
+    shape.dtype = dtype;
     shape.n_blocks = n_blocks;
     shape.n_layers = n_layers;
     shape.kv_dim = kv_dim;
@@ -73,8 +78,8 @@ static inline pkv_status pkv_pool_new(int64_t n_blocks, int64_t n_layers, int64_
     if (!pool)
         return PKV_ERR_NULL;
     *pool = shape;
-    pool->k = (float *)pkv_mem_alloc(pkv_pool_nbytes(pool));
-    pool->v = (float *)pkv_mem_alloc(pkv_pool_nbytes(pool));
+    pool->k = (uint8_t *)pkv_mem_alloc(pkv_pool_nbytes(pool));
+    pool->v = (uint8_t *)pkv_mem_alloc(pkv_pool_nbytes(pool));
     pool->ref_count = (int32_t *)calloc((size_t)n_blocks, sizeof(int32_t));
     pool->free_stack = (int32_t *)malloc((size_t)n_blocks * sizeof(int32_t));
     if (!pool->k || !pool->v || !pool->ref_count || !pool->free_stack) {
@@ -86,6 +91,19 @@ static inline pkv_status pkv_pool_new(int64_t n_blocks, int64_t n_layers, int64_
     pool->n_free = n_blocks;
     *out = pool;
     return PKV_OK;
+}
+
+/* The seed's pool: of float32 rows. */
+static inline pkv_status pkv_pool_new(int64_t n_blocks, int64_t n_layers, int64_t kv_dim, int64_t block_size,
+                                      pkv_pool **out) {
+    return pkv_pool_new_of(PKV_F32, n_blocks, n_layers, kv_dim, block_size, out);
+}
+
+/* Row `row` of one layer of a block. */
+static inline pkv_slot pkv_pool_slot(const pkv_pool *pool, int64_t block_id, int64_t layer, int64_t row) {
+    return pkv_slot_at(block_id, layer, row, pool->n_layers, pool->block_size,
+                       pool->kv_dim * pkv_kv_value_nbytes(pool->dtype),
+                       pkv_kv_scales_nbytes(pool->dtype, pool->kv_dim));
 }
 
 /* Take a free block: its count becomes 1. */
@@ -295,11 +313,13 @@ static inline void pkv_commit_append(pkv_seq *seq, int64_t n_new) {
         pkv_alloc_block(pool, &own);
         int64_t n_rows = seq->seq_len - i * pool->block_size; /* <= 0 in a reserved empty block */
         for (int64_t layer = 0; layer < pool->n_layers && n_rows > 0; layer++) {
-            int64_t from = pkv_block_offset(shared, layer, pool->n_layers, pool->block_size, pool->kv_dim);
-            int64_t to = pkv_block_offset(own, layer, pool->n_layers, pool->block_size, pool->kv_dim);
-            size_t n_bytes = (size_t)(n_rows * pool->kv_dim) * sizeof(float);
-            memcpy(pool->k + to, pool->k + from, n_bytes);
-            memcpy(pool->v + to, pool->v + from, n_bytes);
+            pkv_slot from = pkv_pool_slot(pool, shared, layer, 0), to = pkv_pool_slot(pool, own, layer, 0);
+            size_t n_bytes = (size_t)(n_rows * pool->kv_dim * pkv_kv_value_nbytes(pool->dtype));
+            memcpy(pool->k + to.values, pool->k + from.values, n_bytes);
+            memcpy(pool->v + to.values, pool->v + from.values, n_bytes);
+            n_bytes = (size_t)(n_rows * pkv_kv_scales_nbytes(pool->dtype, pool->kv_dim));
+            memcpy(pool->k + to.scales, pool->k + from.scales, n_bytes);
+            memcpy(pool->v + to.scales, pool->v + from.scales, n_bytes);
         }
         pkv_unref_block(pool, shared);
         seq->block_table[i] = own;
@@ -369,11 +389,10 @@ static inline pkv_status pkv_check_writable(const pkv_seq *seq, int64_t n) {
     return PKV_OK;
 }
 
-/* Address of row t of one layer in K; V has the same offset. */
-static inline int64_t pkv_seq_row_offset(const pkv_seq *seq, int64_t layer, int64_t t) {
-    const pkv_pool *pool = seq->pool;
-    return pkv_row_offset(seq->block_table[t / pool->block_size], layer, t % pool->block_size, pool->n_layers,
-                          pool->block_size, pool->kv_dim);
+/* Row t of one layer of a sequence. */
+static inline pkv_slot pkv_seq_slot(const pkv_seq *seq, int64_t layer, int64_t t) {
+    int64_t block_size = seq->pool->block_size;
+    return pkv_pool_slot(seq->pool, seq->block_table[t / block_size], layer, t % block_size);
 }
 
 /* Write rows [seq_len, seq_len + n) of one layer; k, v [n, kv_dim]. Does not advance. */
@@ -384,11 +403,12 @@ static inline pkv_status pkv_append_layer(pkv_seq *seq, int64_t layer, const flo
     pkv_pool *pool = seq->pool;
     if (layer < 0 || layer >= pool->n_layers)
         return PKV_ERR_BOUNDS;
-    size_t n_bytes = (size_t)pool->kv_dim * sizeof(float);
     for (int64_t i = 0; i < n; i++) {
-        int64_t offset = pkv_seq_row_offset(seq, layer, seq->seq_len + i);
-        memcpy(pool->k + offset, k + i * pool->kv_dim, n_bytes);
-        memcpy(pool->v + offset, v + i * pool->kv_dim, n_bytes);
+        pkv_slot slot = pkv_seq_slot(seq, layer, seq->seq_len + i);
+        pkv_kv_round_scalar(pool->dtype, k + i * pool->kv_dim, pool->kv_dim, pool->k + slot.values,
+                            pool->k + slot.scales);
+        pkv_kv_round_scalar(pool->dtype, v + i * pool->kv_dim, pool->kv_dim, pool->v + slot.values,
+                            pool->v + slot.scales);
     }
     return PKV_OK;
 }
@@ -401,22 +421,26 @@ static inline pkv_status pkv_advance(pkv_seq *seq, int64_t n) {
     return status;
 }
 
-/* Copy rows [0, total_k) of one KV head to k_out, v_out [total_k, head_dim]. Rows past seq_len may be asked
- * for while they are reserved: attention reads the rows of a step before it advances. */
+/* Copy rows [0, total_k) of one KV head, as float32, to k_out, v_out [total_k, head_dim]. Rows past seq_len may be
+ * asked for while they are reserved: attention reads the rows of a step before it advances. */
 static inline pkv_status pkv_gather_head(const pkv_seq *seq, int64_t layer, int64_t kv_head, int64_t head_dim,
                                          int64_t total_k, float *k_out, float *v_out) {
     if (!seq)
         return PKV_ERR_NULL;
     const pkv_pool *pool = seq->pool;
-    if (head_dim <= 0 || total_k < 0)
+    if (head_dim <= 0 || total_k < 0 || head_dim % pkv_kv_group(pool->dtype) != 0)
         return PKV_ERR_BAD_DIM;
     if (layer < 0 || layer >= pool->n_layers || kv_head < 0 || head_dim > pool->kv_dim ||
         kv_head > pool->kv_dim / head_dim - 1 || total_k > seq->n_blocks * pool->block_size)
         return PKV_ERR_BOUNDS;
     for (int64_t t = 0; t < total_k; t++) {
-        int64_t offset = pkv_seq_row_offset(seq, layer, t) + kv_head * head_dim;
-        memcpy(k_out + t * head_dim, pool->k + offset, (size_t)head_dim * sizeof(float));
-        memcpy(v_out + t * head_dim, pool->v + offset, (size_t)head_dim * sizeof(float));
+        pkv_slot slot = pkv_seq_slot(seq, layer, t);
+        slot.values += kv_head * head_dim * pkv_kv_value_nbytes(pool->dtype);
+        slot.scales += pkv_kv_scales_nbytes(pool->dtype, kv_head * head_dim);
+        pkv_kv_rows k = {pool->k + slot.values, pool->k + slot.scales, 0, 0};
+        pkv_kv_rows v = {pool->v + slot.values, pool->v + slot.scales, 0, 0};
+        pkv_kv_expand_scalar(pool->dtype, &k, 1, head_dim, k_out + t * head_dim, NULL, 0);
+        pkv_kv_expand_scalar(pool->dtype, &v, 1, head_dim, v_out + t * head_dim, NULL, 0);
     }
     return PKV_OK;
 }

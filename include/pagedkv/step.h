@@ -28,6 +28,13 @@ typedef struct pkv_panel {
     int32_t dtype;
 } pkv_panel;
 
+/* Rows as a matmul reads them: x [n, k], and in the int8 mode the same as codes [n, k / 32], else NULL. */
+typedef struct pkv_rows {
+    const float *x;
+    const pkv_int8_group *codes;
+    int64_t n;
+} pkv_rows;
+
 /* A matrix [n, k] in panels of 32 columns, the last one padded with zeros. Each panel has its own type: files
  * mix them, and one matrix here may join several of a file. */
 typedef struct pkv_weight {
@@ -56,6 +63,7 @@ typedef struct pkv_model {
     const float *out_norm; /* [hidden_dim] */
     pkv_weight embedding;  /* [vocab_size, hidden_dim] */
     pkv_weight head;       /* [vocab_size, hidden_dim]; the embedding where tied */
+    int int8;              /* compute="int8": quantised panels meet quantised activations; see int8_scalar.h */
 } pkv_model;
 
 /* One pass: up to PKV_STEP_ROWS rows, and the scratch planned for them. */
@@ -77,6 +85,7 @@ typedef struct pkv_step {
     float *proj;            /* [n_rows, hidden_dim] */
     float *ffn;             /* [n_rows, ffn_dim] */
     float *cos, *sin;       /* [n_rows, rope_half] */
+    pkv_int8_group *normed_codes, *attn_codes, *ffn_codes; /* the int8 mode's normed, attn and ffn, else NULL */
     float *partials;
     float *thread; /* scratch of thread 0; the others follow */
     int64_t thread_len;
@@ -97,6 +106,9 @@ static inline int64_t pkv_qkv_len(const pkv_model *m) { return pkv_pad(pkv_q_dim
 /* Rows that pass over a slice together: their x stays in L2 while they do. */
 #define PKV_ROW_BLOCK 110
 
+/* The same for codes, 2.3 KB a row at a k of 1,536. */
+#define PKV_INT8_ROW_BLOCK 128
+
 /* Groups that n_panels panels are cut into for n_threads threads: equal to within one panel, a multiple of the
  * threads, each of a slice's panels or fewer. */
 static inline int64_t pkv_n_groups(int64_t n_panels, int64_t n_threads) {
@@ -114,9 +126,9 @@ static inline int64_t pkv_group_begin(int64_t i, int64_t n_groups, int64_t n_pan
 
 /* At most PKV_SLICE_PANELS panels [begin, end) of y = x W^T, slice by slice of k, coded panels expanded
  * once for all rows; y starts at the first of these columns. */
-static inline void pkv_matmul_slices(const pkv_kernels *kernels, const float *x, int64_t ldx, int64_t n_rows,
-                                     const pkv_weight *w, int64_t begin, int64_t end, float *y, int64_t ldy,
-                                     float *scratch) {
+static inline void pkv_matmul_slices(const pkv_kernels *kernels, pkv_rows in, const pkv_weight *w, int64_t begin,
+                                     int64_t end, float *y, int64_t ldy, float *scratch) {
+    int64_t n_rows = in.n;
     int64_t n_blocks = (n_rows + PKV_ROW_BLOCK - 1) / PKV_ROW_BLOCK, n_panels = end - begin;
     int64_t tile = n_rows > PKV_FEW_ROWS ? PKV_K_TILE : w->k;
     for (int64_t p = begin; p < end; p++)
@@ -142,21 +154,19 @@ static inline void pkv_matmul_slices(const pkv_kernels *kernels, const float *x,
         for (int64_t i = 0; i < n_blocks; i++) {
             int64_t m = n_rows * i / n_blocks, rows = n_rows * (i + 1) / n_blocks - m;
             for (int64_t j = 0; j < n_panels; j++)
-                kernels->matmul_f32(x + m * ldx + k, ldx, rows, slices[j], n_k, y + m * ldy + j * PKV_PANEL, ldy,
+                kernels->matmul_f32(in.x + m * w->k + k, w->k, rows, slices[j], n_k, y + m * ldy + j * PKV_PANEL, ldy,
                                     pkv_min(PKV_PANEL, w->n - (begin + j) * PKV_PANEL), k > 0, slices[j + 1]);
         }
     }
 }
 
-/* Columns of panels [begin, end) of y = x W^T for all rows; y has row stride ldy and starts at the first of
- * these columns; scratch holds PKV_MATMUL_SCRATCH floats, 64-byte aligned. */
-static inline void pkv_matmul_panels(const pkv_kernels *kernels, const float *x, int64_t ldx, int64_t n_rows,
-                                     const pkv_weight *w, int64_t begin, int64_t end, float *y, int64_t ldy,
-                                     float *scratch) {
-    if (n_rows > kernels->coded_rows) {
+/* Panels [begin, end) of y = x W^T in float32. */
+static inline void pkv_matmul_f32_panels(const pkv_kernels *kernels, pkv_rows in, const pkv_weight *w, int64_t begin,
+                                         int64_t end, float *y, int64_t ldy, float *scratch) {
+    if (in.n > kernels->coded_rows) {
         for (int64_t p = begin; p < end; p += PKV_SLICE_PANELS)
-            pkv_matmul_slices(kernels, x, ldx, n_rows, w, p, pkv_min(p + PKV_SLICE_PANELS, end),
-                              y + (p - begin) * PKV_PANEL, ldy, scratch);
+            pkv_matmul_slices(kernels, in, w, p, pkv_min(p + PKV_SLICE_PANELS, end), y + (p - begin) * PKV_PANEL, ldy,
+                              scratch);
         return;
     }
     for (int64_t p = begin; p < end; p++) {
@@ -164,31 +174,72 @@ static inline void pkv_matmul_panels(const pkv_kernels *kernels, const float *x,
         int64_t n_cols = pkv_min(PKV_PANEL, w->n - p * PKV_PANEL);
         float *to = y + (p - begin) * PKV_PANEL;
         if (panel->dtype == PKV_F32)
-            kernels->matmul_f32(x, ldx, n_rows, (const float *)panel->data, w->k, to, ldy, n_cols, 0,
+            kernels->matmul_f32(in.x, w->k, in.n, (const float *)panel->data, w->k, to, ldy, n_cols, 0,
                                 (const float *)panel->data);
         else
-            kernels->matmul_coded(panel->dtype, x, ldx, n_rows, (const uint8_t *)panel->data, w->k, to, ldy, n_cols);
+            kernels->matmul_coded(panel->dtype, in.x, w->k, in.n, (const uint8_t *)panel->data, w->k, to, ldy, n_cols);
+    }
+}
+
+/* Quantised panels [begin, end) of y = x W^T in int8, slice by slice of k, each expanded once for a block of rows. */
+static inline void pkv_matmul_int8_panels(const pkv_kernels *kernels, pkv_rows in, const pkv_weight *w, int64_t begin,
+                                          int64_t end, float *y, int64_t ldy, float *scratch) {
+    int64_t n_blocks = (in.n + PKV_INT8_ROW_BLOCK - 1) / PKV_INT8_ROW_BLOCK, ldx = w->k / PKV_INT8_GROUP;
+    uint8_t *slice = (uint8_t *)scratch;
+    for (int64_t i = 0; i < n_blocks; i++) {
+        int64_t m = in.n * i / n_blocks, n_rows = in.n * (i + 1) / n_blocks - m;
+        for (int64_t p = begin; p < end; p++) {
+            const pkv_panel *panel = &w->panels[p];
+            for (int64_t k = 0; k < w->k; k += PKV_INT8_K) {
+                int64_t n_k = pkv_min(PKV_INT8_K, w->k - k);
+                kernels->expand_int8(panel->dtype, (const uint8_t *)panel->data, k, n_k, slice);
+                kernels->matmul_int8(panel->dtype, in.codes + m * ldx + k / PKV_INT8_GROUP, ldx, n_rows, slice, n_k,
+                                     y + m * ldy + (p - begin) * PKV_PANEL, ldy,
+                                     pkv_min(PKV_PANEL, w->n - p * PKV_PANEL), k > 0);
+            }
+        }
+    }
+}
+
+/* Whether a panel meets the rows' codes and not their floats. */
+static inline int pkv_reads_codes(pkv_rows in, const pkv_panel *panel) {
+    return in.codes && pkv_form_of(panel->dtype).has_scale;
+}
+
+/* Columns of panels [begin, end) of y = x W^T for all rows; y has row stride ldy and starts at the first of
+ * these columns; scratch holds PKV_MATMUL_SCRATCH floats, 64-byte aligned. */
+static inline void pkv_matmul_panels(const pkv_kernels *kernels, pkv_rows in, const pkv_weight *w, int64_t begin,
+                                     int64_t end, float *y, int64_t ldy, float *scratch) {
+    for (int64_t p = begin, stop; p < end; p = stop) {
+        int reads_codes = pkv_reads_codes(in, &w->panels[p]);
+        float *to = y + (p - begin) * PKV_PANEL;
+        for (stop = p + 1; stop < end && pkv_reads_codes(in, &w->panels[stop]) == reads_codes;)
+            stop++;
+        if (reads_codes)
+            pkv_matmul_int8_panels(kernels, in, w, p, stop, to, ldy, scratch);
+        else
+            pkv_matmul_f32_panels(kernels, in, w, p, stop, to, ldy, scratch);
     }
 }
 
 /* One group of the panels of y = x W^T, x [n_rows, k] and y [n_rows, n] whole. *n_cols is the group's number of
  * columns; returns the first of them. */
-static inline int64_t pkv_matmul_group_cols(const pkv_kernels *kernels, const float *x, int64_t n_rows,
-                                            const pkv_weight *w, int64_t group, int64_t n_groups, float *y,
-                                            float *scratch, int64_t *n_cols) {
+static inline int64_t pkv_matmul_group_cols(const pkv_kernels *kernels, pkv_rows in, const pkv_weight *w,
+                                            int64_t group, int64_t n_groups, float *y, float *scratch,
+                                            int64_t *n_cols) {
     int64_t n_panels = pkv_panels_for(w->n);
     int64_t begin = pkv_group_begin(group, n_groups, n_panels), end = pkv_group_begin(group + 1, n_groups, n_panels);
     int64_t col = begin * PKV_PANEL;
     *n_cols = pkv_min(end * PKV_PANEL, w->n) - col;
-    pkv_matmul_panels(kernels, x, w->k, n_rows, w, begin, end, y + col, w->n, scratch);
+    pkv_matmul_panels(kernels, in, w, begin, end, y + col, w->n, scratch);
     return col;
 }
 
 /* The same, for callers that have nothing to do with the columns afterwards. */
-static inline void pkv_matmul_group(const pkv_kernels *kernels, const float *x, int64_t n_rows, const pkv_weight *w,
-                                    int64_t group, int64_t n_groups, float *y, float *scratch) {
+static inline void pkv_matmul_group(const pkv_kernels *kernels, pkv_rows in, const pkv_weight *w, int64_t group,
+                                    int64_t n_groups, float *y, float *scratch) {
     int64_t n_cols;
-    pkv_matmul_group_cols(kernels, x, n_rows, w, group, n_groups, y, scratch, &n_cols);
+    pkv_matmul_group_cols(kernels, in, w, group, n_groups, y, scratch, &n_cols);
 }
 
 /* Scratch of a thread: the matmul's first, then what the task itself needs. */
@@ -204,17 +255,34 @@ static inline void pkv_step_embed(const pkv_step *s, int64_t i) {
     pkv_rope_table(s->positions[i], m->inv_freq, m->rope_half, s->cos + i * m->rope_half, s->sin + i * m->rope_half);
 }
 
-static inline void pkv_step_norm(const pkv_step *s, const float *gamma, int64_t i) {
+/* Values [begin, begin + n) of a row of `width` as codes, in the int8 mode; both are multiples of 32 there. */
+static inline void pkv_step_quantize(const pkv_step *s, const float *x, pkv_int8_group *codes, int64_t width, int64_t i,
+                                     int64_t begin, int64_t n) {
+    if (codes)
+        s->kernels->quantize_row(x + i * width + begin, n, codes + (i * width + begin) / PKV_INT8_GROUP);
+}
+
+/* Row `from` of the residual stream, normed into row i. */
+static inline void pkv_step_norm_row(const pkv_step *s, const float *gamma, int64_t from, int64_t i) {
     int64_t n = s->model->hidden_dim;
-    s->kernels->rmsnorm(s->x + i * n, gamma, s->model->norm_eps, s->normed + i * n, n);
+    s->kernels->rmsnorm(s->x + from * n, gamma, s->model->norm_eps, s->normed + i * n, n);
+    pkv_step_quantize(s, s->normed, s->normed_codes, n, i, 0, n);
+}
+
+static inline void pkv_step_norm(const pkv_step *s, const float *gamma, int64_t i) {
+    pkv_step_norm_row(s, gamma, i, i);
+}
+
+static inline pkv_rows pkv_step_normed(const pkv_step *s, int64_t n) {
+    return (pkv_rows){s->normed, s->normed_codes, n};
 }
 
 /* One group of panels of Q, K and V. */
 static inline void pkv_step_qkv(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups,
                                 int thread) {
     int64_t n = layer->qkv.n, n_cols;
-    int64_t col = pkv_matmul_group_cols(s->kernels, s->normed, s->n_rows, &layer->qkv, group, n_groups, s->qkv,
-                                        pkv_thread_scratch(s, thread), &n_cols);
+    int64_t col = pkv_matmul_group_cols(s->kernels, pkv_step_normed(s, s->n_rows), &layer->qkv, group, n_groups,
+                                        s->qkv, pkv_thread_scratch(s, thread), &n_cols);
     if (layer->qkv_bias)
         for (int64_t i = 0; i < s->n_rows; i++)
             s->kernels->add(s->qkv + i * n + col, layer->qkv_bias + col, n_cols);
@@ -232,9 +300,10 @@ static inline void pkv_step_rope_append(const pkv_step *s, int64_t layer, int64_
     for (int64_t h = 0; h < m->attn.n_kv_heads; h++)
         s->kernels->rope(k + h * head_dim, cos, sin, m->rope_half);
     pkv_seq *seq = s->row_seqs[i];
-    int64_t offset = pkv_seq_row_offset(seq, layer, s->positions[i]);
-    memcpy(seq->pool->k + offset, k, (size_t)kv_dim * sizeof(float));
-    memcpy(seq->pool->v + offset, v, (size_t)kv_dim * sizeof(float));
+    pkv_pool *pool = seq->pool;
+    pkv_slot slot = pkv_seq_slot(seq, layer, s->positions[i]);
+    s->kernels->kv_round(pool->dtype, k, kv_dim, pool->k + slot.values, pool->k + slot.scales);
+    s->kernels->kv_round(pool->dtype, v, kv_dim, pool->v + slot.values, pool->v + slot.scales);
 }
 
 static inline void pkv_step_attend(const pkv_step *s, int64_t layer, int64_t item, int thread) {
@@ -248,14 +317,30 @@ static inline void pkv_step_join(const pkv_step *s, int64_t item) {
     pkv_attn_join(s->kernels, &m->attn, &s->plan, &s->plan.join[item], s->attn, pkv_q_dim(m), s->partials);
 }
 
+/* Row i of attention's output as codes, for the int8 mode. */
+static inline void pkv_step_quantize_attn(const pkv_step *s, int64_t i) {
+    int64_t n = pkv_q_dim(s->model);
+    pkv_step_quantize(s, s->attn, s->attn_codes, n, i, 0, n);
+}
+
 /* One group of panels of a projection back into the residual stream: x += in W^T. */
-static inline void pkv_step_project(const pkv_step *s, const pkv_weight *w, const float *in, int64_t group,
+static inline void pkv_step_project(const pkv_step *s, const pkv_weight *w, pkv_rows in, int64_t group,
                                     int64_t n_groups, int thread) {
     int64_t n_cols;
-    int64_t col = pkv_matmul_group_cols(s->kernels, in, s->n_rows, w, group, n_groups, s->proj,
-                                        pkv_thread_scratch(s, thread), &n_cols);
-    for (int64_t i = 0; i < s->n_rows; i++)
+    int64_t col = pkv_matmul_group_cols(s->kernels, in, w, group, n_groups, s->proj, pkv_thread_scratch(s, thread),
+                                        &n_cols);
+    for (int64_t i = 0; i < in.n; i++)
         s->kernels->add(s->x + i * w->n + col, s->proj + i * w->n + col, n_cols);
+}
+
+static inline void pkv_step_attn_out(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups,
+                                     int thread) {
+    pkv_step_project(s, &layer->o, (pkv_rows){s->attn, s->attn_codes, s->n_rows}, group, n_groups, thread);
+}
+
+static inline void pkv_step_down(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups,
+                                 int thread) {
+    pkv_step_project(s, &layer->down, (pkv_rows){s->ffn, s->ffn_codes, s->n_rows}, group, n_groups, thread);
 }
 
 /* One panel of gate and its twin of up, through SwiGLU, while both are in the cache. */
@@ -263,21 +348,22 @@ static inline void pkv_step_gate_up(const pkv_step *s, const pkv_layer *layer, i
     const pkv_model *m = s->model;
     float *scratch = pkv_thread_scratch(s, thread), *both = scratch + PKV_MATMUL_SCRATCH; /* [n_rows, 64] */
     int64_t n_cols = pkv_min(PKV_PANEL, m->ffn_dim - panel * PKV_PANEL);
-    pkv_matmul_panels(s->kernels, s->normed, m->hidden_dim, s->n_rows, &layer->gate_up, 2 * panel, 2 * panel + 2, both,
+    pkv_matmul_panels(s->kernels, pkv_step_normed(s, s->n_rows), &layer->gate_up, 2 * panel, 2 * panel + 2, both,
                       2 * PKV_PANEL, scratch);
-    for (int64_t i = 0; i < s->n_rows; i++)
+    for (int64_t i = 0; i < s->n_rows; i++) {
         s->kernels->swiglu(both + i * 2 * PKV_PANEL, both + i * 2 * PKV_PANEL + PKV_PANEL,
                            s->ffn + i * m->ffn_dim + panel * PKV_PANEL, n_cols);
+        pkv_step_quantize(s, s->ffn, s->ffn_codes, m->ffn_dim, i, panel * PKV_PANEL, n_cols);
+    }
 }
 
 /* Output row i: the last norm, into the first n_out rows of normed. */
 static inline void pkv_step_out_norm(const pkv_step *s, int64_t i) {
-    int64_t n = s->model->hidden_dim;
-    s->kernels->rmsnorm(s->x + s->out_row[i] * n, s->model->out_norm, s->model->norm_eps, s->normed + i * n, n);
+    pkv_step_norm_row(s, s->model->out_norm, s->out_row[i], i);
 }
 
 static inline void pkv_step_head(const pkv_step *s, int64_t group, int64_t n_groups, int thread) {
-    pkv_matmul_group(s->kernels, s->normed, s->n_out, &s->model->head, group, n_groups, s->logits,
+    pkv_matmul_group(s->kernels, pkv_step_normed(s, s->n_out), &s->model->head, group, n_groups, s->logits,
                      pkv_thread_scratch(s, thread));
 }
 
@@ -294,9 +380,13 @@ static inline int64_t pkv_step_lay_out(pkv_step *s, const pkv_model *m, int64_t 
 #define PKV_TAKE(field, len)                                                                                   \
     do {                                                                                                       \
         if (block)                                                                                             \
-            s->field = block + at;                                                                             \
+            s->field = (void *)(block + at);                                                                   \
         at += ((len) + 15) / 16 * 16;                                                                          \
     } while (0)
+/* Codes of rows of `width`, of which whole groups are needed wherever a quantised matrix reads them. */
+#define PKV_TAKE_CODES(field, width)                                                                           \
+    if (m->int8 && (width) % PKV_INT8_GROUP == 0)                                                              \
+    PKV_TAKE(field, n_rows * ((width) / PKV_INT8_GROUP) * (int64_t)(sizeof *s->field / sizeof *block))
     PKV_TAKE(x, n_rows * m->hidden_dim);
     PKV_TAKE(normed, n_rows * m->hidden_dim);
     PKV_TAKE(qkv, n_rows * pkv_qkv_len(m));
@@ -305,8 +395,12 @@ static inline int64_t pkv_step_lay_out(pkv_step *s, const pkv_model *m, int64_t 
     PKV_TAKE(ffn, n_rows * m->ffn_dim);
     PKV_TAKE(cos, n_rows * m->rope_half);
     PKV_TAKE(sin, n_rows * m->rope_half);
+    PKV_TAKE_CODES(normed_codes, m->hidden_dim);
+    PKV_TAKE_CODES(attn_codes, pkv_q_dim(m));
+    PKV_TAKE_CODES(ffn_codes, m->ffn_dim);
     s->thread_len = pkv_step_thread_len(m, n_rows);
     PKV_TAKE(thread, s->thread_len * n_threads);
+#undef PKV_TAKE_CODES
 #undef PKV_TAKE
     return at;
 }

@@ -38,6 +38,10 @@ typedef enum pkv_dtype {
     CASE(PKV_F32)                                                                                              \
     CASE(PKV_F16)                                                                                              \
     CASE(PKV_BF16)                                                                                             \
+    PKV_EACH_CODED_DTYPE(CASE)
+
+/* The same for the quantised types. */
+#define PKV_EACH_CODED_DTYPE(CASE)                                                                             \
     CASE(PKV_Q8_0)                                                                                             \
     CASE(PKV_Q4_0)                                                                                             \
     CASE(PKV_Q4_1)                                                                                             \

@@ -86,16 +86,16 @@ class Sampler:
         list of dict of int to Logprob
         """
         counts = [self._vocab_size if n < 0 else min(n, self._vocab_size) for n in counts]
-        log_sums, ranks, top = _core.logprobs(logits, np.array(rows, np.int64), np.array(tokens, np.int64),
-                                              max(counts, default=0))
+        rows, chosen = np.array(rows, np.int64), np.array(tokens, np.int64)
+        log_sums, ranks, top = _core.logprobs(logits, rows, chosen, max(counts, default=0))
+        own = (logits[rows, chosen] - log_sums).tolist()  # float32 less float64: rounded once
+        others = (logits[rows[:, None], top] - log_sums[:, None]).tolist()
         out = []
-        for row, token, n, log_sum, rank, ids in zip(rows, tokens, counts, log_sums, ranks.tolist(), top):
-            ids = ids[:n]
-            values = (logits[row, ids] - log_sum).tolist()  # float32 less float64: exact up to one rounding
-            each = {token: Logprob(float(logits[row, token] - log_sum), rank, self._text(token))}
-            for place, (other, value) in enumerate(zip(ids.tolist(), values), 1):
-                if other != token:
-                    each[other] = Logprob(value, place, self._text(other))
+        for token, n, rank, value, ids, values in zip(tokens, counts, ranks.tolist(), own, top.tolist(), others):
+            each = {token: Logprob(value, rank, self._text(token))}
+            for place in range(n):
+                if ids[place] != token:
+                    each[ids[place]] = Logprob(values[place], place + 1, self._text(ids[place]))
             out.append(each)
         return out
 

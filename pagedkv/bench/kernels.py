@@ -3,34 +3,42 @@
 import numpy as np
 
 import pagedkv as pk
-from bench.measure import Row, check, time_calls
-from bench.models import load_attention_model
 from pagedkv import _core
+from pagedkv.bench.measure import Row, check, time_calls
+from pagedkv.bench.models import kv_dtypes, load_attention_model, suffix
+from pagedkv.formats import quants
 
 U = 2.0**-24  # unit roundoff of float32
 
 
-def run(shapes, effort, group):
+def measure(shapes, effort, run):
     """All kernel rows, group by group; the ceilings are probed after each group.
 
     Parameters
     ----------
     shapes : Shapes
     effort : Effort
-    group : callable
-        Gives a context manager, which gives a function that takes a Row.
+    run : Run
+        Its ``group()`` is a context manager, which gives a function that takes a Row.
     """
+    dtypes = kv_dtypes(shapes, run)
     for name, (n, k) in (shapes.matrices | {"head": (shapes.vocab_size, shapes.hidden_dim)}).items():
-        with group() as add:
+        with run.group() as add:
             matmul(name, n, k, effort, add)
-    with group() as add:
+    n, k = 2 * shapes.ffn_dim, -(-shapes.hidden_dim // 256) * 256
+    for dtype in quants.BLOCKS:
+        with run.group() as add:
+            matmul_of_type(dtype, n, k, effort, add)
+    with run.group() as add:
         rows_ops(shapes, effort, add)
-    with group() as add:
+    with run.group() as add:
         append_and_gather(shapes, effort, add)
-    with group() as add:
-        paged_attention(shapes, effort, add)
-    attention_steps(shapes, effort, group)
-    with group() as add:
+    for dtype in dtypes:
+        with run.group() as add:
+            paged_attention(shapes, dtype, effort, add)
+    for dtype in dtypes:
+        attention_steps(shapes, dtype, effort, run)
+    with run.group() as add:
         pool_ops(shapes, effort, add)
 
 
@@ -64,6 +72,51 @@ def check_matmul(x, w, packed, out, what):
     x64, w64 = x[rows].astype(np.float64), w[columns].astype(np.float64)
     bound = 1.01 * k * U * (np.abs(x64) @ np.abs(w64).T)
     check((np.abs(out[np.ix_(rows, columns)] - x64 @ w64.T) <= bound).all(), f"{what} against float64")
+
+
+# Where the float16 scales and minima stand in a block; all else is codes, of which any bits will do.
+HALFS = {"q8_0": (0,), "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2),
+         "q6_k": (208,)}  # fmt: skip
+
+
+def random_codes(dtype, n, k, rng):
+    """Stored rows of random weights [n, k], as a file has them: uint8, one row after the other."""
+    if dtype not in HALFS:
+        w = rng.standard_normal((n, k), dtype=np.float32)
+        if dtype == "bf16":
+            return np.ascontiguousarray((w.view(np.uint32) >> 16).astype(np.uint16)).view(np.uint8).ravel()
+        return w.astype(np.float16 if dtype == "f16" else np.float32).view(np.uint8).ravel()
+    block_len, block_nbytes = quants.BLOCKS[dtype]
+    blocks = rng.integers(0, 256, (n * k // block_len, block_nbytes), np.uint8)
+    for at in HALFS[dtype]:
+        blocks[:, at:at + 2] = (0.01 * (1 + rng.random((len(blocks), 1)))).astype(np.float16).view(np.uint8)
+    return blocks.ravel()
+
+
+def matmul_of_type(dtype, n, k, effort, add):
+    """As :func:`matmul`, the weights kept as codes."""
+    rng = np.random.default_rng(8)
+    raw = random_codes(dtype, n, k, rng)
+    w = quants.dequantize(raw, dtype, (n, k))
+    expanded = pk.pack(w)
+
+    def pack():
+        packed = pk.PackedWeight(n, k, [_core.DTYPES[dtype]] * -(-n // _core.PANEL))
+        packed._fill(raw, n)
+        return packed
+
+    copies = [pack()]
+    copies += [pack() for _ in range(effort.n_copies(copies[0].nbytes) - 1)]
+    for m in effort.pick((1, 8, 32, 64), (1, 8)):
+        shape = f"M={m} n={n} k={k}"
+        x = rng.standard_normal((m, k), dtype=np.float32)
+        out = np.empty((m, n), np.float32)
+        _core.matmul(x, copies[0], out)
+        check_matmul(x, w, copies[0], out, f"matmul {dtype} {shape}")
+        check((pk.matmul(x, expanded) == out).all(), f"matmul {dtype} {shape} against the float32 weights")
+        timing = time_calls(lambda i: _core.matmul(x, copies[i % len(copies)], out), effort)
+        add(Row("kernels", f"matmul {dtype}", shape, timing, nbytes=copies[0].nbytes + x.nbytes + out.nbytes,
+                operations=2 * m * n * k))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -138,16 +191,22 @@ def filled_sequences(pool, n, n_tokens, rng, room=16):
     return seqs, k, v
 
 
-def new_pool(shapes, n_seqs, n_tokens):
+def new_pool(shapes, n_seqs, n_tokens, dtype="float32"):
     """A pool for `n_seqs` sequences of `n_tokens` tokens and a few more each."""
-    return pk.BlockPool(n_seqs * (n_tokens // 16 + 2), shapes.n_layers, shapes.kv_dim)
+    return pk.BlockPool(n_seqs * (n_tokens // 16 + 2), shapes.n_layers, shapes.kv_dim, dtype=dtype)
+
+
+def stored_rows(seq, shapes, layer, n):
+    """What a layer of a sequence holds, ``(K, V)``, each float32 [n, kv_dim]: the rows, rounded as the pool does."""
+    heads = [seq.gather_head(layer, head, shapes.head_dim, total_k=n) for head in range(shapes.n_kv_heads)]
+    return tuple(np.hstack(each) for each in zip(*heads))
 
 
 def append_and_gather(shapes, effort, add):
     """Copies into blocks and out of them, round all layers of enough sequences to leave the cache."""
     rng = np.random.default_rng(3)
     n_context, n_layers = effort.pick(512, 64), shapes.n_layers
-    n_seqs = effort.n_copies(n_context * shapes.kv_token_nbytes, at_most=64)
+    n_seqs = effort.n_copies(n_context * shapes.kv_token_nbytes(), at_most=64)
     pool = new_pool(shapes, n_seqs, n_context)
     seqs, k, v = filled_sequences(pool, n_seqs, n_context, rng)
 
@@ -197,7 +256,7 @@ def reference_attention(q, k, v, n_kv_heads):
     return out.ravel(), (2 * score_error + (len(k) + 64) * U) * np.abs(v).max()
 
 
-def paged_attention(shapes, effort, add):
+def paged_attention(shapes, dtype, effort, add):
     """The public call on one layer of one sequence, round the layers of enough sequences to leave the cache."""
     rng = np.random.default_rng(4)
     heads = {"n_heads": shapes.n_heads, "n_kv_heads": shapes.n_kv_heads, "head_dim": shapes.head_dim}
@@ -205,25 +264,26 @@ def paged_attention(shapes, effort, add):
     new = rng.standard_normal((1, shapes.kv_dim), dtype=np.float32)
     n_layers = shapes.n_layers
     for n in effort.pick((512, 4096), (64, 300)):
-        n_seqs = effort.n_copies(n * shapes.kv_token_nbytes, at_most=64)
-        pool = new_pool(shapes, n_seqs, n)
-        seqs, k, v = filled_sequences(pool, n_seqs, n, rng)
+        n_seqs = effort.n_copies(n * shapes.kv_token_nbytes(dtype), at_most=64)
+        pool = new_pool(shapes, n_seqs, n, dtype)
+        seqs, _, _ = filled_sequences(pool, n_seqs, n, rng)
         for seq in seqs:
             seq.ensure_append(1)
 
         def call(i):
             return pk.paged_attention(q, new, new, seqs[i // n_layers % n_seqs], i % n_layers, **heads)
 
-        out, k, v = call(0), np.vstack([k, new]), np.vstack([v, new])
+        out = call(0)
+        k, v = stored_rows(seqs[0], shapes, 0, n + 1)
         check((out == pk.attention(q, k, v, **heads)).all(), f"paged_attention over {n} against contiguous rows")
         want, bound = reference_attention(q.reshape(shapes.n_heads, -1), k, v, shapes.n_kv_heads)
         check(np.abs(out[0] - want).max() <= bound, f"paged_attention over {n} against float64")
-        add(Row("kernels", "paged_attention", f"M=1 ctx={n}, 1 layer", time_calls(call, effort),
-                nbytes=2 * 4 * (n + 1) * shapes.kv_dim,
+        add(Row("kernels", "paged_attention", f"M=1 ctx={n}, 1 layer{suffix(dtype)}", time_calls(call, effort),
+                nbytes=(n + 1) * shapes.kv_token_nbytes(dtype) // n_layers,
                 operations=shapes.attention_operations(n + 1) // n_layers))
 
 
-def attention_steps(shapes, effort, group):
+def attention_steps(shapes, dtype, effort, run):
     """Steps of a model that is nearly all attention, over all layers.
 
     What such a step costs beside attention is the row with ctx=1.
@@ -233,17 +293,19 @@ def attention_steps(shapes, effort, group):
     model = load_attention_model(shapes, 8192)
     for m, n, is_shared in ((1, 1, False), (m_rows, 1, False), (1, short, False), (1, long, False),
                             (m_rows, short, False), (m_rows, shared, True)):  # fmt: skip
-        with group() as add:
+        if n == 1 and dtype != "float32":
+            continue
+        with run.group() as add:
             n_owned = 1 if is_shared else m
             # Sets of sequences to go round in, where one set would stay in the cache.
-            n_sets = 1 if n == 1 else effort.n_copies(n_owned * n * shapes.kv_token_nbytes, at_most=64)
-            pool = pk.BlockPool(n_sets * (n_owned * (n // 16 + 2) + 2 * m), shapes.n_layers, shapes.kv_dim)
+            n_sets = 1 if n == 1 else effort.n_copies(n_owned * n * shapes.kv_token_nbytes(dtype), at_most=64)
+            pool = pk.BlockPool(n_sets * (n_owned * (n // 16 + 2) + 2 * m), shapes.n_layers, shapes.kv_dim, dtype=dtype)
             sets = []
             for _ in range(n_sets):
                 seqs, _, _ = filled_sequences(pool, n_owned, n, rng)
                 sets.append([seqs[0].fork() for _ in range(m)] if is_shared else seqs)
             tokens = np.arange(m) % model.config.vocab_size
-            what = f"M={m} ctx={n}{' shared' if is_shared else ''}"
+            what = f"M={m} ctx={n}{' shared' if is_shared else ''}{suffix(dtype)}"
             check_decode(model, sets[0], tokens, f"attention step {what}")
 
             def step(i):
@@ -256,7 +318,7 @@ def attention_steps(shapes, effort, group):
             # Every row reads its own new position too.
             n_read = n_owned * n + m
             add(Row("kernels", "attention step", what, time_calls(step, effort, reset=back),
-                    nbytes=n_read * shapes.kv_token_nbytes, operations=shapes.attention_operations(m * (n + 1)),
+                    nbytes=n_read * shapes.kv_token_nbytes(dtype), operations=shapes.attention_operations(m * (n + 1)),
                     cold=n > 1))
 
 
@@ -328,7 +390,7 @@ def pool_ops(shapes, effort, add):
     check(own != tail and (pool.k[own, :, :8] == pool.k[tail, :, :8]).all(), "copy of a shared tail")
     next_fork(0)
     add(Row("kernels", "copy of a shared tail", f"8 rows, {shapes.n_layers} layers",
-            time_calls(own_tail, effort, reset=next_fork), nbytes=2 * 8 * shapes.kv_token_nbytes, cold=False))
+            time_calls(own_tail, effort, reset=next_fork), nbytes=2 * 8 * shapes.kv_token_nbytes(), cold=False))
     unfork(0)
 
     for n_blocks in effort.pick((1000, 1000000), (100, 1000)):

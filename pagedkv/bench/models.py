@@ -14,6 +14,9 @@ from pagedkv.formats import open_model
 
 DEFAULT_MODEL = "smollm2-135m"
 
+# Types of the KV cache, and bytes of a value with its share of the scales.
+KV_VALUE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "q8_0": 34 / 32}
+
 
 @dataclass(frozen=True)
 class Shapes:
@@ -59,10 +62,9 @@ class Shapes:
     def head_weights(self):
         return self.vocab_size * self.hidden_dim
 
-    @property
-    def kv_token_nbytes(self):
-        """Bytes of K and V of one token in all layers, float32."""
-        return 2 * 4 * self.n_layers * self.kv_dim
+    def kv_token_nbytes(self, dtype="float32"):
+        """Bytes of K and V of one token in all layers."""
+        return int(2 * KV_VALUE_NBYTES[dtype] * self.n_layers * self.kv_dim)
 
     def attention_operations(self, n_positions):
         """Operations of attention in all layers for rows that see `n_positions` positions together.
@@ -78,6 +80,23 @@ def find_shapes(model):
         return Shapes()
     with open_model(hub.find_model(model)) as file:
         return Shapes.of(file.config)
+
+
+def kv_dtypes(shapes, run):
+    """The types that this build's pools hold, float32 first; the others are skipped by name."""
+    found = []
+    for dtype in KV_VALUE_NBYTES:
+        try:
+            pk.BlockPool(1, 1, shapes.kv_dim, dtype=dtype)
+            found.append(dtype)
+        except (pk.PagedKVError, ValueError, TypeError) as error:
+            run.skip(f"KV {dtype}", str(error))
+    return found
+
+
+def suffix(dtype):
+    """What a row's shape says of its KV type: nothing for float32."""
+    return "" if dtype == "float32" else f" KV {dtype}"
 
 
 def _safetensors(tensors):

@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.measure import Row, Timing
+from pagedkv.bench.measure import Row, Timing
 
 SOURCE = Path(__file__).with_name("ceilings.c")
 
@@ -145,9 +145,9 @@ class Ceilings:
         )  # fmt: skip
 
 
-def run(ceilings, effort, group):
+def measure(ceilings, effort, run):
     """The ceilings as rows of their own."""
-    with group() as add:
+    with run.group() as add:
         if ceilings is None:
             return
         read, fma = ceilings.time_passes(effort.pick(21, 3))

@@ -151,6 +151,8 @@ class Row:
         Tokens that the call brings forth or takes in; 0 where it deals in none.
     engine : str
         Who did it.
+    note : str
+        The arithmetic and whatever else sets the engine's work apart; empty for float32 throughout.
     """
 
     section: str
@@ -162,6 +164,7 @@ class Row:
     cold: bool = True
     n_tokens: int = 0
     engine: str = "pagedkv"
+    note: str = ""
     limit: str = ""
     limit_s: float = 0.0
     probes: list = field(default_factory=list)
@@ -197,6 +200,7 @@ class Row:
         t = self.timing
         return {
             "engine": self.engine, "section": self.section, "name": self.name, "shape": self.shape,
+            "note": self.note,
             "k": t.k, "n_calls": t.n_calls, "median_s": t.median_s, "best_s": t.best_s, "spread": t.spread,
             "nbytes": self.nbytes, "operations": self.operations, "cold": self.cold, "n_tokens": self.n_tokens,
             "gb_s": self.gb_s, "gflop_s": self.gflop_s, "tokens_s": self.tokens_s,

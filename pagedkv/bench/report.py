@@ -18,7 +18,7 @@ class NotAResult(Exception):
     """A file to compare is of another kind."""
 
 
-COLUMNS = f"{'name':<24} {'shape':<24} {'k':>3} {'median':>9} {'best':>9} {'spread':>6} {'GB/s':>7} {'GFLOP/s':>8} " \
+COLUMNS = f"{'name':<28} {'shape':<30} {'k':>3} {'median':>9} {'best':>9} {'spread':>6} {'GB/s':>7} {'GFLOP/s':>8} " \
           f"{'limit':>5} {'of it':>6} {'tokens/s':>9}"  # fmt: skip
 
 
@@ -46,12 +46,13 @@ def _output(*command):
 
 
 def commit():
-    """The commit of this source tree, ``+`` behind it where files differ from it; ``"unknown"`` outside git."""
-    root = str(Path(__file__).resolve().parent.parent)
-    name = _output("git", "-C", root, "rev-parse", "--short=12", "HEAD")
+    """The commit of the source tree, ``+`` behind it where files differ from it; ``"unknown"`` outside git."""
+    root = Path(__file__).resolve().parents[2]
+    # An installed package may lie in some other tree under git.
+    name = (root / "setup.py").is_file() and _output("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
     if not name:
         return "unknown"
-    return name + ("+" if _output("git", "-C", root, "status", "--porcelain", "--untracked-files=no") else "")
+    return name + ("+" if _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no") else "")
 
 
 def huge_pages():
@@ -105,16 +106,21 @@ def _number(x, form):
     return "-" if x is None else format(x, form)
 
 
+def label(name, engine):
+    """A row's name, with the engine's where that is not pagedkv."""
+    return name if engine == "pagedkv" else f"{name}, {engine}"
+
+
 def print_row(row):
     t = row.timing
     fraction = row.fraction
-    print(f"{row.name:<24} {row.shape:<24} {t.k:>3} {seconds(t.median_s):>9} {seconds(t.best_s):>9} "
+    print(f"{label(row.name, row.engine):<28} {row.shape:<30} {t.k:>3} {seconds(t.median_s):>9} {seconds(t.best_s):>9} "
           f"{t.spread:>6.1%} {_number(row.gb_s, '.1f'):>7} {_number(row.gflop_s, '.1f'):>8} {row.limit or '-':>5} "
           f"{_number(fraction, '.0%'):>6} {_number(row.tokens_s, '.1f'):>9}", flush=True)
 
 
-def print_section(name):
-    print(f"\n{name}\n{COLUMNS}")
+def print_section(name, columns=True):
+    print(f"\n{name}" + (f"\n{COLUMNS}" if columns else ""))
 
 
 def print_probe(number, probe):
@@ -130,6 +136,28 @@ def print_health(found):
     for item in found:
         print(f"  M={item['m']:<3} {item['tokens_s']:8.1f} tokens/s, target {item['target_tokens_s']:.1f} "
               f"(limit here: {item['limit']}): {'met' if item['met'] else 'missed'}")
+
+
+def print_skipped(what, why):
+    print(f"  skipped {what}: {why}", flush=True)
+
+
+def same_bits_words(item):
+    """A cell of the table of the same bits."""
+    ids = "same ids" if item["same_ids"] else f"ids differ from token {item['parted_at'] + 1}"
+    if item["same_bits"] is None:
+        return ids
+    if item["same_bits"]:
+        return "same bits"
+    difference = f"differs by {item['max_difference']:.2g}"
+    return difference if item["what"].startswith("matmul") else f"{difference}, {ids}"
+
+
+def print_same_bits(items):
+    """One engine's line: the fixed row under each M and thread count, beside the first."""
+    words = [f"M={item['m']} threads={item['threads']}: {same_bits_words(item)}" for item in items[1:]]
+    print(f"{items[0]['what']}, {items[0]['engine']}" + (f" ({items[0]['note']})" if items[0]["note"] else ""))
+    print("".join(f"    {each}\n" for each in words), end="", flush=True)
 
 
 def write_json(file, document):
@@ -157,7 +185,7 @@ def compare(file_a, file_b):
         if a[key] != b[key]:
             print(f"{key:<10} {a[key]}  ->  {b[key]}  (sizes differ)")
     rows_a, rows_b = ({(r["engine"], r["section"], r["name"], r["shape"]): r for r in d["rows"]} for d in (a, b))
-    print(f"\n{'name':<24} {'shape':<24} {'A median':>9} {'B median':>9} {'A/B':>6} {'A/B best':>8} "
+    print(f"\n{'name':<28} {'shape':<30} {'A median':>9} {'B median':>9} {'A/B':>6} {'A/B best':>8} "
           f"{'A of it':>7} {'B of it':>7} {'ratio':>6}")
     for key, row_a in rows_a.items():
         row_b = rows_b.get(key)
@@ -165,10 +193,11 @@ def compare(file_a, file_b):
             continue
         fractions = row_a["fraction"], row_b["fraction"]
         ratio = fractions[1] / fractions[0] if all(fractions) else None
-        print(f"{key[2]:<24} {key[3]:<24} {seconds(row_a['median_s']):>9} {seconds(row_b['median_s']):>9} "
-              f"{row_a['median_s'] / row_b['median_s']:>6.2f} {row_a['best_s'] / row_b['best_s']:>8.2f} "
-              f"{_number(fractions[0], '.0%'):>7} {_number(fractions[1], '.0%'):>7} {_number(ratio, '.2f'):>6}")
-    for label, some, other in (("A", rows_a, rows_b), ("B", rows_b, rows_a)):
-        only = [f"{key[2]} {key[3]}" for key in some if key not in other]
+        print(f"{label(key[2], key[0]):<28} {key[3]:<30} {seconds(row_a['median_s']):>9} "
+              f"{seconds(row_b['median_s']):>9} {row_a['median_s'] / row_b['median_s']:>6.2f} "
+              f"{row_a['best_s'] / row_b['best_s']:>8.2f} {_number(fractions[0], '.0%'):>7} "
+              f"{_number(fractions[1], '.0%'):>7} {_number(ratio, '.2f'):>6}")
+    for file, some, other in (("A", rows_a, rows_b), ("B", rows_b, rows_a)):
+        only = [f"{label(key[2], key[0])} {key[3]}" for key in some if key not in other]
         if only:
-            print(f"\nonly in {label}: {'; '.join(only)}")
+            print(f"\nonly in {file}: {'; '.join(only)}")
