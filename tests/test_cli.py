@@ -592,7 +592,7 @@ def test_a_real_interrupt(tmp_path):
 
 def test_the_real_model(run, monkeypatch):
     model = real_model()
-    monkeypatch.setattr(pk.LlamaModel, "from_file", lambda file: model)  # loaded already
+    monkeypatch.setattr(pk.LlamaModel, "from_file", lambda file, compute: model)  # loaded already
     prompt = "The capital of France is"
     status, output, errors = run("generate", "--temperature", 0, "--max-tokens", 4, "--model", REAL_MODEL, prompt)
     assert (status, errors) == (0, "") and output.startswith(" Paris.\n")
