@@ -376,7 +376,8 @@ def _read_config(path, metadata, tensors):
 
     window = keys.integer("attention.sliding_window", 0)  # Mistral's files are of architecture llama
     if window and arch != "llama":
-        refuse(f"key '{arch}.attention.sliding_window' = {window}: which layers have the window is not said, and it is not built here")
+        refuse(f"key '{arch}.attention.sliding_window' = {window}: which layers have the window is not said, and it is "
+               "not built here")  # fmt: skip
 
     config = LlamaConfig(
         family=arch,

@@ -248,15 +248,17 @@ def _read_window(fields, family, n_layers):
         n_full = fields.integer("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
     elif use is not None and in_use != (window is not None):
         # transformers does not read the field for these families.
-        refuse(f"use_sliding_window is {short(use)}, but a {family} model with this sliding_window has {'a' if window else 'no'} window")
+        has = "a" if window else "no"
+        refuse(f"use_sliding_window is {short(use)}, but a {family} model with this sliding_window has {has} window")
     kinds = ["full_attention" if window is None or i < n_full else "sliding_attention" for i in range(n_layers)]
     given = fields.get("layer_types")
     if given is not None and given != kinds:
-        known = isinstance(given, list) and len(given) == n_layers and all(kind in ("full_attention", "sliding_attention") for kind in given)
-        if not known:
-            refuse(f"layer_types is {short(given)}; full_attention or sliding_attention for each of {n_layers} layers is read")
+        what = f"layer_types is {short(given)}"
+        names = ("full_attention", "sliding_attention")
+        if not (isinstance(given, list) and len(given) == n_layers and all(kind in names for kind in given)):
+            refuse(f"{what}; full_attention or sliding_attention for each of {n_layers} layers is read")
         if window is None or family == "mistral":
-            refuse(f"layer_types is {short(given)}, but the layers of this {family} model have {'a' if window else 'no'} sliding window")
+            refuse(f"{what}, but the layers of this {family} model have {'a' if window else 'no'} sliding window")
         kinds = given
     full_layers = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
     return {} if len(full_layers) == n_layers else {"sliding_window": window, "full_layers": full_layers}
