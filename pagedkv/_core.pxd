@@ -118,6 +118,7 @@ cdef extern from "pagedkv/attention.h" nogil:
     ctypedef struct pkv_attn_shape:
         int64_t n_heads, n_kv_heads, head_dim
         float scale
+        int64_t window
     ctypedef struct pkv_kv_view:
         const unsigned char *k
         const unsigned char *v
@@ -161,6 +162,9 @@ cdef extern from "pagedkv/step.h" nogil:
         const float *attn_norm
         const float *ffn_norm
         const float *qkv_bias
+        const float *q_norm
+        const float *k_norm
+        int64_t window
         pkv_weight qkv, o, gate_up, down
     ctypedef struct pkv_model:
         int64_t n_layers, hidden_dim, ffn_dim, vocab_size, rope_half
@@ -193,7 +197,7 @@ cdef extern from "pagedkv/step.h" nogil:
     void pkv_step_qkv(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups, int thread)
     void pkv_step_rope_append(const pkv_step *s, int64_t layer, int64_t i)
     void pkv_step_attend(const pkv_step *s, int64_t layer, int64_t item, int thread)
-    void pkv_step_join(const pkv_step *s, int64_t item)
+    void pkv_step_join(const pkv_step *s, int64_t layer, int64_t item)
     void pkv_step_quantize_attn(const pkv_step *s, int64_t i)
     void pkv_step_attn_out(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups, int thread)
     void pkv_step_gate_up(const pkv_step *s, const pkv_layer *layer, int64_t panel, int thread)

@@ -7,6 +7,7 @@ from libc.string cimport memcpy
 cimport cython
 cimport numpy as cnp
 
+import operator
 import threading
 import weakref
 from enum import IntEnum
@@ -850,8 +851,8 @@ cdef int64_t MOST_HEADS = 1 << 20
 
 
 cdef tuple attention_shape(pkv_attn_shape *shape, int64_t n_tokens, int64_t n_heads, int64_t n_kv_heads,
-                           int64_t head_dim, scale):
-    """Fill shape; the seed's checks in its order, None or (message, status)."""
+                           int64_t head_dim, scale, window):
+    """Fill shape; the seed's checks in its order, None or (message, status). window: an int, or None for none."""
     if n_tokens <= 0 or n_heads <= 0 or n_kv_heads <= 0 or head_dim <= 0:
         return (f"n_tokens {n_tokens}, n_heads {n_heads}, n_kv_heads {n_kv_heads} and head_dim {head_dim} "
                 "must be positive", ApStatus.AP_ERR_BAD_DIM)
@@ -861,7 +862,17 @@ cdef tuple attention_shape(pkv_attn_shape *shape, int64_t n_tokens, int64_t n_he
         return (f"n_heads {n_heads} and head_dim {head_dim} must be at most {MOST_HEADS}", ApStatus.AP_ERR_BAD_DIM)
     shape.n_heads, shape.n_kv_heads, shape.head_dim = n_heads, n_kv_heads, head_dim
     shape.scale = 1.0 / sqrt(<double>head_dim) if scale is None else scale
+    shape.window = 0 if window is None else operator.index(window)
+    if window is not None and shape.window <= 0:
+        return (f"a window holds at least the row's own position, not {window}", ApStatus.AP_ERR_BAD_DIM)
     return None
+
+
+cdef int need_causal(bint causal, window) except -1:
+    if window is not None and not causal:
+        raise error(f"a window of {window} ends at a row's own position, so causal must be true",
+                    (ApStatus.AP_ERR_BAD_DIM,))
+    return 0
 
 
 cdef int make_plan(pkv_attn_plan *plan, const pkv_attn_shape *shape, const pkv_attn_segment *segments,
@@ -926,16 +937,17 @@ cdef pkv_attn_segment paged_segment(const pkv_seq *seq, int64_t row, int64_t n_r
 
 
 def attn_with_paged(q, k_new, v_new, SequenceCore seq, int64_t layer, int64_t n_heads, int64_t n_kv_heads,
-                    int64_t head_dim, bint causal, scale):
+                    int64_t head_dim, bint causal, scale, window):
     """Append k_new and v_new to one layer, then attend; the caller has reserved the rows."""
     cdef cnp.ndarray q_rows = np.ascontiguousarray(q), k_rows = np.ascontiguousarray(k_new)
     cdef cnp.ndarray v_rows = np.ascontiguousarray(v_new)
     cdef int64_t n = q_rows.shape[0] if q_rows.ndim else 0
     cdef Attend work = Attend()
     cdef pkv_seq *ptr
-    bad = attention_shape(&work.shape, n, n_heads, n_kv_heads, head_dim, scale)
+    bad = attention_shape(&work.shape, n, n_heads, n_kv_heads, head_dim, scale, window)
     if bad is not None:
         raise error(bad[0], (bad[1],))
+    need_causal(causal, window)
     cdef int64_t kv_dim = n_kv_heads * head_dim
     cdef tuple chain = (ApStatus.AP_ERR_BAD_DIM,)
     cdef const float *q_ptr = rows_f32(q_rows, "q", n, n_heads * head_dim, chain)
@@ -964,15 +976,16 @@ def attn_with_paged(q, k_new, v_new, SequenceCore seq, int64_t layer, int64_t n_
     return out
 
 
-def attention(q, k, v, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, bint causal, scale):
+def attention(q, k, v, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, bint causal, scale, window):
     """The contiguous twin of attn_with_paged: k, v are [total_k, kv_dim]."""
     cdef cnp.ndarray q_rows = np.ascontiguousarray(q), k_rows = np.ascontiguousarray(k)
     cdef cnp.ndarray v_rows = np.ascontiguousarray(v)
     cdef int64_t n = q_rows.shape[0] if q_rows.ndim else 0, total_k = k_rows.shape[0] if k_rows.ndim else 0
     cdef Attend work = Attend()
-    bad = attention_shape(&work.shape, n, n_heads, n_kv_heads, head_dim, scale)
+    bad = attention_shape(&work.shape, n, n_heads, n_kv_heads, head_dim, scale, window)
     if bad is not None:
         raise error(bad[0], (bad[1],))
+    need_causal(causal, window)
     cdef int64_t kv_dim = n_kv_heads * head_dim
     cdef tuple chain = (ApStatus.AP_ERR_BAD_DIM,)
     cdef const float *q_ptr = rows_f32(q_rows, "q", n, n_heads * head_dim, chain)
@@ -1125,7 +1138,7 @@ cdef void run_pass(const pkv_step *s, int n_threads) noexcept nogil:
                 pkv_step_attend(s, n, i, threadid())
             if s.plan.n_join > 0:
                 for i in prange(s.plan.n_join, schedule="static"):
-                    pkv_step_join(s, i)
+                    pkv_step_join(s, n, i)
             if s.attn_codes is not NULL:
                 for i in prange(s.n_rows, schedule="static"):
                     pkv_step_quantize_attn(s, i)
@@ -1150,8 +1163,9 @@ cdef class ModelCore:
 
     def __init__(self, config, const double[::1] inv_freq, list layers, const float[::1] out_norm,
                  PackedWeight embedding not None, PackedWeight head not None, bint int8=False):
-        """`layers`: dicts of attn_norm, ffn_norm, qkv_bias (float32 arrays or None) and qkv, o, gate_up,
-        down (PackedWeight). int8: quantised matrices meet quantised activations."""
+        """`layers`: dicts of attn_norm, ffn_norm, qkv_bias, q_norm, k_norm (float32 arrays; None for those that the
+        model has not), window (int or None) and qkv, o, gate_up, down (PackedWeight). int8: quantised matrices meet
+        quantised activations."""
         if self.layers is not NULL:
             raise RuntimeError("a model is initialised once")
         cdef pkv_model *m = &self.m
@@ -1159,7 +1173,9 @@ cdef class ModelCore:
         cdef const float[::1] array
         m.n_layers, m.hidden_dim, m.ffn_dim = config.n_layers, config.hidden_dim, config.ffn_dim
         m.vocab_size, m.norm_eps, m.rope_half = config.vocab_size, config.norm_eps, inv_freq.shape[0]
-        bad = attention_shape(&m.attn, 1, config.n_heads, config.n_kv_heads, config.head_dim, None)
+        windows = [given["window"] for given in layers]
+        widest = None if None in windows or not windows else max(windows)
+        bad = attention_shape(&m.attn, 1, config.n_heads, config.n_kv_heads, config.head_dim, None, widest)
         if bad is not None:
             raise error(bad[0], (bad[1],))
         if 2 * m.rope_half > m.attn.head_dim or m.rope_half == 0:
@@ -1188,6 +1204,14 @@ cdef class ModelCore:
                 array = given["qkv_bias"]
                 need(array.shape[0] == pkv_qkv_len(m), f"QKV bias of layer {i}")
                 layer.qkv_bias = &array[0]
+            if given["q_norm"] is not None:
+                array = given["q_norm"]
+                need(array.shape[0] == m.attn.head_dim, f"norm of Q in layer {i}")
+                layer.q_norm = &array[0]
+                array = given["k_norm"]
+                need(array.shape[0] == m.attn.head_dim, f"norm of K in layer {i}")
+                layer.k_norm = &array[0]
+            layer.window = 0 if given["window"] is None else given["window"]
             for name, shape in (("qkv", (pkv_qkv_len(m), m.hidden_dim)), ("o", (m.hidden_dim, q_dim)),
                                 ("gate_up", (2 * pkv_pad(m.ffn_dim), m.hidden_dim)),
                                 ("down", (m.hidden_dim, m.ffn_dim))):

@@ -3,7 +3,8 @@
 from pagedkv import _core
 
 
-def paged_attention(q, k_new, v_new, seq, layer, *, n_heads, n_kv_heads, head_dim, causal=True, scale=None):
+def paged_attention(q, k_new, v_new, seq, layer, *, n_heads, n_kv_heads, head_dim, causal=True, scale=None,
+                    window=None):
     """Append new rows to one layer of a sequence, then attend over all its rows in place.
 
     The caller has reserved the rows (``seq.ensure_append(n)``) and advances after the last layer.
@@ -22,6 +23,8 @@ def paged_attention(q, k_new, v_new, seq, layer, *, n_heads, n_kv_heads, head_di
         Row ``i`` sees positions up to its own, ``len(seq) + i``; otherwise all.
     scale : float, optional
         Factor of the scores; ``1 / sqrt(head_dim)`` by default.
+    window : int, optional
+        Row ``i`` sees the last `window` positions up to its own, its own included; by default all. Only where `causal`.
 
     Returns
     -------
@@ -31,7 +34,8 @@ def paged_attention(q, k_new, v_new, seq, layer, *, n_heads, n_kv_heads, head_di
     Raises
     ------
     BadDimError, BadGQAError
-        Dimensions not positive, or not those of the arrays and the pool.
+        Dimensions or a window not positive, dimensions not those of the arrays and the pool, or a window without
+        `causal`.
     BoundsError
         The rows are not reserved in blocks of this sequence alone, or there is no such layer.
     NullError
@@ -51,10 +55,10 @@ def paged_attention(q, k_new, v_new, seq, layer, *, n_heads, n_kv_heads, head_di
     >>> pk.paged_attention(x, x, x, seq, 0, n_heads=1, n_kv_heads=1, head_dim=8).shape
     (2, 8)
     """
-    return _core.attn_with_paged(q, k_new, v_new, seq, layer, n_heads, n_kv_heads, head_dim, causal, scale)
+    return _core.attn_with_paged(q, k_new, v_new, seq, layer, n_heads, n_kv_heads, head_dim, causal, scale, window)
 
 
-def attention(q, k, v, *, n_heads, n_kv_heads, head_dim, causal=True, scale=None):
+def attention(q, k, v, *, n_heads, n_kv_heads, head_dim, causal=True, scale=None, window=None):
     """Attention over contiguous K and V: the twin that paged results are compared with, bit for bit.
 
     Parameters
@@ -63,7 +67,7 @@ def attention(q, k, v, *, n_heads, n_kv_heads, head_dim, causal=True, scale=None
         float32 ``[n, n_heads * head_dim]``; the last `n` of `total_k` positions where causal.
     k, v : numpy.ndarray
         float32 ``[total_k, n_kv_heads * head_dim]``.
-    n_heads, n_kv_heads, head_dim, causal, scale
+    n_heads, n_kv_heads, head_dim, causal, scale, window
         As in :func:`paged_attention`.
 
     Returns
@@ -75,4 +79,4 @@ def attention(q, k, v, *, n_heads, n_kv_heads, head_dim, causal=True, scale=None
     ------
     BadDimError, BadGQAError
     """
-    return _core.attention(q, k, v, n_heads, n_kv_heads, head_dim, causal, scale)
+    return _core.attention(q, k, v, n_heads, n_kv_heads, head_dim, causal, scale, window)

@@ -13,7 +13,7 @@ class LlamaConfig:
     Attributes
     ----------
     family : str
-        ``"llama"`` or ``"qwen2"``.
+        ``"llama"``, ``"mistral"``, ``"qwen2"`` or ``"qwen3"``; a Mistral model in GGUF is a ``"llama"``.
     norm_eps : float
         RMSNorm's epsilon.
     rope_theta : float
@@ -35,6 +35,12 @@ class LlamaConfig:
         The output head is the embedding.
     qkv_bias : bool
         Q, K and V projections add a bias.
+    qk_norm : bool
+        Each head of Q and K goes through an RMSNorm of its own before it is rotated.
+    sliding_window : int or None
+        Positions that a row of a layer with a window sees, its own the last of them; None: no layer has one.
+    full_layers : tuple of int
+        Layers without a window in spite of `sliding_window`, ascending.
     bos_token_id : int or None
     eos_token_ids : tuple of int
         Every id that ends a text; generation stops on each.
@@ -60,6 +66,9 @@ class LlamaConfig:
     rope_freq_factors: tuple | None = None
     tied_embeddings: bool = False
     qkv_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    full_layers: tuple = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple = ()
 
@@ -67,6 +76,10 @@ class LlamaConfig:
     def kv_dim(self):
         """Floats of K (or V) a token and layer: ``n_kv_heads * head_dim``."""
         return self.n_kv_heads * self.head_dim
+
+    def window(self, layer):
+        """Positions that a row of this layer sees at most, or None."""
+        return None if layer in self.full_layers else self.sliding_window
 
     @property
     def group_size(self):

@@ -118,7 +118,7 @@ def kv_token_nbytes(config, dtype):
 
 
 class LlamaModel:
-    """Llama or Qwen2 weights, ready to run. Made by :meth:`load`.
+    """Llama, Mistral, Qwen2 or Qwen3 weights, ready to run. Made by :meth:`load`.
 
     A token's logits depend on the model and on that sequence's tokens and on nothing else, to the last
     bit: not on the other sequences of a step, chunks, block placement, sharing, threads or instruction
@@ -205,6 +205,9 @@ class LlamaModel:
                 "attn_norm": vector(prefix + "input_layernorm.weight"),
                 "ffn_norm": vector(prefix + "post_attention_layernorm.weight"),
                 "qkv_bias": bias(attention) if config.qkv_bias else None,
+                "q_norm": vector(attention + "q_norm.weight") if config.qk_norm else None,
+                "k_norm": vector(attention + "k_norm.weight") if config.qk_norm else None,
+                "window": config.window(i),
                 "qkv": matrix(*(f"{attention}{x}_proj.weight" for x in "qkv")),
                 "o": matrix(attention + "o_proj.weight"),
                 "gate_up": matrix(mlp + "gate_proj.weight", mlp + "up_proj.weight", in_turn=True),

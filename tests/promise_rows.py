@@ -119,18 +119,24 @@ def separate_forward(config, tensor, tokens, stored=lambda rows: rows, product=N
         y = product(x, f"{name}.weight")
         return y + tensor(f"{name}.bias") if config.qkv_bias and name[-6:] in ("q_proj", "k_proj", "v_proj") else y
 
-    def rotated(x, n_heads):
-        return pk.rope(x.reshape(n, n_heads, config.head_dim), positions, inv_freq=inv_freq).reshape(n, -1)
+    def rotated(x, n_heads, norm):
+        heads = x.reshape(n, n_heads, config.head_dim)
+        if config.qk_norm:
+            heads = pk.rmsnorm(heads, tensor(norm), config.norm_eps)
+        return pk.rope(heads, positions, inv_freq=inv_freq).reshape(n, -1)
 
     embedding = tensor("model.embed_tokens.weight")
     hidden, keys, values = embedding[tokens], [], []
     for i in range(config.n_layers):
         layer = f"model.layers.{i}"
         x = pk.rmsnorm(hidden, tensor(f"{layer}.input_layernorm.weight"), config.norm_eps)
-        q = rotated(linear(x, f"{layer}.self_attn.q_proj"), config.n_heads)
-        keys.append(stored(rotated(linear(x, f"{layer}.self_attn.k_proj"), config.n_kv_heads)))
+        q = rotated(linear(x, f"{layer}.self_attn.q_proj"), config.n_heads, f"{layer}.self_attn.q_norm.weight")
+        k = rotated(linear(x, f"{layer}.self_attn.k_proj"), config.n_kv_heads, f"{layer}.self_attn.k_norm.weight")
+        keys.append(stored(k))
         values.append(stored(linear(x, f"{layer}.self_attn.v_proj")))
-        x = pk.attention(q, keys[-1], values[-1], n_heads=config.n_heads, n_kv_heads=config.n_kv_heads, head_dim=config.head_dim)
+        x = pk.attention(
+            q, keys[-1], values[-1], n_heads=config.n_heads, n_kv_heads=config.n_kv_heads, head_dim=config.head_dim, window=config.window(i)
+        )
         hidden = hidden + linear(x, f"{layer}.self_attn.o_proj")
         x = pk.rmsnorm(hidden, tensor(f"{layer}.post_attention_layernorm.weight"), config.norm_eps)
         x = pk.swiglu(linear(x, f"{layer}.mlp.gate_proj"), linear(x, f"{layer}.mlp.up_proj"))

@@ -74,8 +74,10 @@ def rope(x, positions, frequencies):
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle), rest], axis=-1)
 
 
-def attention(q, k, v, n_heads, n_kv_heads, head_dim, causal=True, scale=None):
+def attention(q, k, v, n_heads, n_kv_heads, head_dim, causal=True, scale=None, window=None):
     """Rows of q are the last n of k's total_k positions; query head h reads KV head h // (n_heads // n_kv_heads).
+
+    Position i sees positions j with i - window < j <= i (Jiang et al. 2023, section 2; transformers' masking_utils).
 
     q [n, n_heads * head_dim];  k, v [total_k, n_kv_heads * head_dim];  result as q.
     """
@@ -84,6 +86,8 @@ def attention(q, k, v, n_heads, n_kv_heads, head_dim, causal=True, scale=None):
     k, v = (f64(a).reshape(total_k, n_kv_heads, head_dim) for a in (k, v))
     scale = 1 / np.sqrt(head_dim) if scale is None else scale
     hidden = np.arange(total_k) > total_k - n + np.arange(n)[:, None] if causal else np.zeros((n, total_k), bool)
+    if window is not None:
+        hidden |= np.arange(total_k) <= total_k - n + np.arange(n)[:, None] - window
     out = np.empty_like(q)
     for h in range(n_heads):
         scores = q[:, h] @ k[:, h // group].T * scale
@@ -100,7 +104,7 @@ def config_inv_freq(config):
 
 
 def forward(config, tensors, tokens):
-    """Logits of a Llama or Qwen2 model for every position of one sequence.
+    """Logits of a Llama, Mistral, Qwen2 or Qwen3 model for every position of one sequence.
 
     Parameters
     ----------
@@ -122,18 +126,22 @@ def forward(config, tensors, tokens):
         y = matmul(x, tensors[f"{name}.weight"])
         return y + f64(tensors[f"{name}.bias"]) if f"{name}.bias" in tensors else y
 
-    def rotated(x, n_heads):
-        return rope(x.reshape(n, n_heads, config.head_dim), positions, frequencies).reshape(n, -1)
+    def rotated(x, n_heads, norm):
+        heads = x.reshape(n, n_heads, config.head_dim)
+        if config.qk_norm:
+            heads = rmsnorm(heads, tensors[norm], config.norm_eps)
+        return rope(heads, positions, frequencies).reshape(n, -1)
 
     embedding = f64(tensors["model.embed_tokens.weight"])
     hidden = embedding[np.asarray(tokens)]
     for i in range(config.n_layers):
         layer = f"model.layers.{i}"
         x = rmsnorm(hidden, tensors[f"{layer}.input_layernorm.weight"], config.norm_eps)
-        q = rotated(linear(x, f"{layer}.self_attn.q_proj"), config.n_heads)
-        k = rotated(linear(x, f"{layer}.self_attn.k_proj"), config.n_kv_heads)
+        q = rotated(linear(x, f"{layer}.self_attn.q_proj"), config.n_heads, f"{layer}.self_attn.q_norm.weight")
+        k = rotated(linear(x, f"{layer}.self_attn.k_proj"), config.n_kv_heads, f"{layer}.self_attn.k_norm.weight")
         v = linear(x, f"{layer}.self_attn.v_proj")
-        x = attention(q, k, v, config.n_heads, config.n_kv_heads, config.head_dim)
+        window = None if i in config.full_layers else config.sliding_window
+        x = attention(q, k, v, config.n_heads, config.n_kv_heads, config.head_dim, window=window)
         hidden = hidden + linear(x, f"{layer}.self_attn.o_proj")
         x = rmsnorm(hidden, tensors[f"{layer}.post_attention_layernorm.weight"], config.norm_eps)
         x = swiglu(linear(x, f"{layer}.mlp.gate_proj"), linear(x, f"{layer}.mlp.up_proj"))

@@ -253,6 +253,82 @@ def test_equal_scores_give_the_mean():
     assert out[0, 0] == pytest.approx(299.5, rel=256 * 2**-24)
 
 
+# Windows
+
+
+@settings(max_examples=60)
+@given(n=st.integers(1, 20), past=st.sampled_from([0, 1, 15, 17, 250, 300, 600]), window=st.sampled_from([1, 2, 15, 16, 17, 20, 255, 256, 257, 300, 2**62]),
+       heads=st.sampled_from([(1, 1), (3, 1), (9, 3)]), head_dim=st.sampled_from([3, 8, 16, 64]))  # fmt: skip
+def test_a_window_is_the_float64_oracle(n, past, window, heads, head_dim):
+    q, k, v = random_rows(n + past, n, n + past, *heads, head_dim)
+    got = pk.attention(q, k, v, n_heads=heads[0], n_kv_heads=heads[1], head_dim=head_dim, window=window)
+    want = reference.attention(q, k, v, *heads, head_dim, window=window)
+    assert np.abs(got - want).max() <= error_bound(q, k, v, *heads, head_dim)
+
+
+def test_a_window_of_300_over_600_rows_is_the_float64_oracle():
+    q, k, v = random_rows(8, 600, 600, 3, 1, 16)
+    got = pk.attention(q, k, v, n_heads=3, n_kv_heads=1, head_dim=16, window=300)
+    want = reference.attention(q, k, v, 3, 1, 16, window=300)
+    assert np.abs(got - want).max() <= error_bound(q, k, v, 3, 1, 16)
+    full = pk.attention(q, k, v, n_heads=3, n_kv_heads=1, head_dim=16)
+    assert same(got[:300], full[:300]) and (got[300:] != full[300:]).any(axis=1).all()
+
+
+@settings(max_examples=60)
+@given(data=st.data(), block_size=st.sampled_from(BLOCK_SIZES), total_k=st.one_of(st.sampled_from(edges), st.integers(1, 1100)),
+       window=st.one_of(st.sampled_from([1, 16, 255, 256, 257, 512]), st.integers(1, 1100)), heads=st.sampled_from([(1, 1), (3, 1), (4, 2), (9, 3)]),
+       n_threads=st.integers(1, 4))  # fmt: skip
+def test_a_paged_window_is_the_contiguous_twin_and_each_row_alone(data, block_size, total_k, window, heads, n_threads):
+    n = data.draw(st.one_of(st.just(1), st.integers(1, min(total_k, 48))))
+    q, k, v = random_rows(total_k, n, total_k, *heads, 16)
+    shape = {"n_heads": heads[0], "n_kv_heads": heads[1], "head_dim": 16, "window": window}
+    pool = pool_of_nan(-(-total_k // block_size) + 2, 2, heads[1] * 16, block_size)
+    before = pk.get_num_threads()
+    try:
+        pk.set_num_threads(1)
+        past = total_k - n
+        twin = np.concatenate([pk.attention(q[i : i + 1], k[: past + i + 1], v[: past + i + 1], **shape) for i in range(n)])
+        pk.set_num_threads(n_threads)
+        assert same(paged(q, k, v, pool, layer=1, **shape), twin)
+        assert same(paged(q, k, v, pool, layer=1, n_calls=min(n, 3), **shape), twin)
+        assert same(pk.attention(q, k, v, **shape), twin)
+    finally:
+        pk.set_num_threads(before)
+
+
+@pytest.mark.parametrize("first", [256, 512])
+def test_a_window_that_begins_with_a_chunk_is_attention_without_what_is_before(first):
+    q, k, v = random_rows(first, 1, 700, 4, 2, 16)
+    shape = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 16}
+    assert same(pk.attention(q, k, v, window=700 - first, **shape), pk.attention(q, k[first:], v[first:], **shape))
+
+
+def test_rows_before_a_window_do_not_reach_it():
+    q, k, v = random_rows(9, 40, 640, 4, 2, 16)
+    shape = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "window": 330}
+    want = pk.attention(q, k, v, **shape)
+    k[:275], v[:275] = np.nan, np.nan  # row i sees positions from 271 + i on
+    got = pk.attention(q, k, v, **shape)
+    assert np.isnan(got[:4]).all() and same(got[4:], want[4:])
+
+
+@pytest.mark.parametrize("fields, message", [({"window": 0}, "at least the row's own position, not 0"), ({"window": -3}, "not -3"),
+                                             ({"window": 3, "causal": False}, "a window of 3 ends at a row's own position")])  # fmt: skip
+def test_windows_that_hold_nothing_or_no_row_of_their_own_are_refused(fields, message):
+    q, k, v = random_rows(0, 2, 2, 4, 2, 8)
+    seq = pk.Sequence(pk.BlockPool(1, 1, 16), 16)
+    seq.ensure_append(2)
+    shape = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 8} | fields
+    for call in (lambda: pk.attention(q, k, v, **shape), lambda: pk.paged_attention(q, k, v, seq, 0, **shape)):
+        with pytest.raises(pk.BadDimError, match=message) as caught:
+            call()
+        assert caught.value.status is AP_BAD_DIM
+    for window in (2.5, "2"):
+        with pytest.raises(TypeError):
+            pk.attention(q, k, v, n_heads=4, n_kv_heads=2, head_dim=8, window=window)
+
+
 # Statuses
 
 

@@ -80,7 +80,7 @@ def test_real_file_config(real_path):
 TYPES = ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("qtype", TYPES)
 def test_types(tmp_path, family, qtype):
     config = tiny.tiny_config(family, hidden_dim=256, ffn_dim=256, n_layers=1, vocab_size=32, tied_embeddings=False)
@@ -120,8 +120,10 @@ def test_mixed_types_and_alignment(tmp_path):
         tiny.tiny_config(n_heads=4, n_kv_heads=1, qkv_bias=True),
         tiny.tiny_config(hidden_dim=512, n_heads=9, n_kv_heads=3, head_dim=56, ffn_dim=32, n_layers=1),
         tiny.tiny_config("qwen2", n_heads=8, n_kv_heads=2, tied_embeddings=False),
+        tiny.tiny_config("qwen3", n_heads=8, n_kv_heads=2, head_dim=32),
+        tiny.tiny_config("mistral", n_heads=8, n_kv_heads=2, sliding_window=20),
     ],
-    ids=["gqa", "bias", "head_dim_56", "qwen2"],
+    ids=["gqa", "bias", "head_dim_56", "qwen2", "qwen3", "mistral"],
 )
 def test_same_weights_as_hf_directory(tmp_path, config):
     # HF 31766: the permutation of K goes by the KV heads; HF 46082: explicit head_dim.
@@ -129,12 +131,12 @@ def test_same_weights_as_hf_directory(tmp_path, config):
     tensors = tiny.tiny_tensors(config, 5)
     tiny.write_gguf(tmp_path / "model.gguf", config, tensors)
     ours, hf = open_model(tmp_path / "model.gguf"), open_model(tiny.write_hf(tmp_path / "hf", config, tensors))
-    assert ours.config == hf.config == config
+    assert hf.config == config and ours.config == replace(config, family=tiny.gguf_arch(config))
     assert ours.names() == hf.names()
     for name in ours.names():
         np.testing.assert_array_equal(ours.tensor(name).float32(), hf.tensor(name).float32(), err_msg=name)
     q = ours.tensor("model.layers.0.self_attn.q_proj.weight")
-    assert (q.row_order is not None and (q.row_order != np.arange(len(q.row_order))).any()) == (config.family == "llama")
+    assert (q.row_order is not None and (q.row_order != np.arange(len(q.row_order))).any()) == (ours.config.family == "llama")
 
 
 def test_slices_of_rows(tmp_path):
@@ -254,6 +256,8 @@ def written(tmp_path, config=None, name="model.gguf", tensors=None, **options):
         ({"tokenizer.ggml.tokens": [str(i) for i in range(128)]}, {}),
         ({"split.count": np.uint16(1)}, {}),
         ({"other.expert_count": 8}, {}),
+        ({"llama.attention.sliding_window": 4096}, {"sliding_window": 4096}),  # a Mistral file
+        ({"llama.attention.sliding_window": 0}, {}),
     ],
 )
 def test_spellings(tmp_path, metadata, expected):
@@ -272,7 +276,7 @@ def test_qwen2_may_rotate_part_of_a_head(tmp_path):
     assert open_model(written(tmp_path, tiny.tiny_config("qwen2", rope_dim=8))).config.rope_dim == 8
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_missing_theta_warns(tmp_path, family):
     path = written(tmp_path, tiny.tiny_config(family, rope_theta=5e5), metadata={f"{family}.rope.freq_base": None})
     with pytest.warns(UserWarning, match="freq_base is missing; 10000 is used") as caught:
@@ -319,7 +323,9 @@ REFUSED_METADATA = [
     ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "RoPE scaling 'yarn' is not built here"),
     ({"llama.rope.scaling.attn_factor": 1.2}, "rope.scaling.attn_factor' = 1.2.* asks for something that is not built"),
     ({"llama.expert_count": 8}, "key 'llama.expert_count' = 8 asks for something that is not built"),
-    ({"llama.attention.sliding_window": 4096}, "key 'llama.attention.sliding_window' = 4096"),
+    ({"llama.attention.sliding_window": np.int32(-1)}, "sliding_window is -1"),
+    ({"llama.attention.sliding_window": 1.5}, "sliding_window is 1.5, not an integer"),
+    ({"llama.attention.sliding_window_pattern": 2}, "key 'llama.attention.sliding_window_pattern' = 2"),
     ({"llama.logit_scale": 0.5}, "key 'llama.logit_scale' = 0.5"),
     ({"llama.attention.causal": False}, "key 'llama.attention.causal' = False"),
     ({"tokenizer.ggml.eos_token_id": 128}, "token 128 is outside the vocabulary of 128"),
@@ -335,6 +341,22 @@ def test_refused_metadata(tmp_path, metadata, message):
     with pytest.raises(FormatError, match=message) as caught:
         open_model(path)
     assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_windows_of_unnamed_layers(tmp_path, family):
+    config = tiny.tiny_config(family, n_layers=1)
+    with pytest.raises(FormatError, match=f"'{family}.attention.sliding_window' = 4096: which layers have the window is not said"):
+        open_model(written(tmp_path, config, metadata={f"{family}.attention.sliding_window": 4096}))
+    assert open_model(written(tmp_path, config, metadata={f"{family}.attention.sliding_window": 0})).config.sliding_window is None
+
+
+def test_norms_of_q_and_k_must_be_there(tmp_path):
+    config = tiny.tiny_config("qwen3", n_layers=1)
+    for name in ("q_norm", "k_norm"):
+        rest = {key: w for key, w in tiny.tiny_tensors(config).items() if name not in key}
+        with pytest.raises(FormatError, match=f"self_attn.{name}.weight' of shape .* is missing"):
+            open_model(written(tmp_path, config, tensors=rest))
 
 
 @pytest.mark.parametrize("arch", ["mistral3", "gpt2", "qwen2moe"])

@@ -35,7 +35,7 @@ def refuses(path, message):
 
 @pytest.mark.parametrize("n_shards", [1, 3])
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_types_and_shards(tmp_path, family, dtype, n_shards):
     config = tiny.tiny_config(family, tied_embeddings=False)
     tensors = tiny.tiny_tensors(config, 3)
@@ -118,7 +118,7 @@ def test_rope_spellings(tmp_path, config, rope, rope_type_key):
         assert open_model(written(tmp_path, config, rope=rope, rope_type_key=rope_type_key)).config == config
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_missing_theta_warns(tmp_path, family):
     # V 42624: the new spelling was ignored and theta fell back without a word.
     path = written(tmp_path, tiny.tiny_config(family, rope_theta=5e5), rope="none")
@@ -167,21 +167,94 @@ def test_bias(tmp_path):
     assert open_model(written(tmp_path, qwen2, attention_bias=False)).config.qkv_bias
 
 
+MISTRAL, QWEN2, QWEN3 = (tiny.tiny_config(family, n_layers=3) for family in ("mistral", "qwen2", "qwen3"))
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    "config, spelling, expected",
+    [
+        (MISTRAL, {"sliding_window": 20}, {"sliding_window": 20}),
+        (MISTRAL, {}, {}),  # written as null
+        (MISTRAL, {"use_sliding_window": False}, {}),
+        (MISTRAL, {"sliding_window": 20, "layer_types": [SLIDING] * 3, "use_sliding_window": True}, {"sliding_window": 20}),
+        (MISTRAL, {"layer_types": [FULL] * 3, "max_window_layers": 2}, {}),
+        (QWEN2, {"sliding_window": 20, "max_window_layers": 1}, {}),  # not in use
+        (QWEN2, {"use_sliding_window": True}, {}),  # from layer 28 on
+        (QWEN2, {"use_sliding_window": True, "max_window_layers": 2}, {"sliding_window": 4096, "full_layers": (0, 1)}),
+        (QWEN2, {"use_sliding_window": True, "max_window_layers": 10**30, "sliding_window": 20}, {}),
+        (QWEN3, {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 20}, {"sliding_window": 20}),
+        (QWEN3, {"use_sliding_window": True, "layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 20}, {"sliding_window": 20, "full_layers": (1,)}),
+        (QWEN3, {"use_sliding_window": True, "layer_types": [FULL] * 3, "max_window_layers": 0}, {}),
+        (tiny.tiny_config(n_layers=3), {"sliding_window": 20, "layer_types": [FULL] * 3}, {}),
+    ],
+)  # fmt: skip
+def test_windows(tmp_path, config, spelling, expected):
+    assert open_model(written(tmp_path, config, **spelling)).config == replace(config, **expected)
+
+
+def test_a_window_that_is_missing_or_null(tmp_path):
+    for family, null, missing in (("mistral", None, 4096), ("qwen2", None, 4096), ("qwen3", None, 4096), ("llama", None, None)):
+        config = tiny.tiny_config(family, n_layers=1)
+        path = written(tmp_path, config, **({"use_sliding_window": True, "max_window_layers": 0} if family[:4] == "qwen" else {}))
+        fields = json.loads((path / "config.json").read_text())
+        for given, window in (({"sliding_window": None}, null), ({}, missing)):
+            fields.pop("sliding_window", None)
+            (path / "config.json").write_text(json.dumps(fields | given))
+            assert open_model(path).config.sliding_window == window
+
+
+@pytest.mark.parametrize(
+    "config, spelling, message",
+    [
+        (MISTRAL, {"sliding_window": 0}, r"sliding_window is 0, outside \[1"),
+        (MISTRAL, {"sliding_window": -4}, "sliding_window is -4"),
+        (MISTRAL, {"sliding_window": 10**30}, "sliding_window is 10+, outside"),
+        (MISTRAL, {"sliding_window": "20"}, "sliding_window is '20', not an integer"),
+        (MISTRAL, {"sliding_window": 20, "use_sliding_window": False}, "use_sliding_window is False, but a mistral model with this sliding_window has a window"),
+        (MISTRAL, {"use_sliding_window": True}, "use_sliding_window is True, but a mistral model with this sliding_window has no window"),
+        (MISTRAL, {"sliding_window": 20, "layer_types": [SLIDING, FULL, FULL]}, "layer_types is .*, but the layers of this mistral model have a sliding window"),
+        (MISTRAL, {"layer_types": [SLIDING] * 3}, "layer_types is .*, but the layers of this mistral model have no sliding window"),
+        (QWEN2, {"layer_types": [SLIDING] * 3}, "layer_types is .*, but the layers of this qwen2 model have no sliding window"),
+        (QWEN3, {"use_sliding_window": True, "layer_types": [SLIDING] * 2}, "layer_types is .*; full_attention or sliding_attention for each of 3 layers is read"),
+        (QWEN3, {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 3}, "layer_types is .*; full_attention or sliding_attention"),
+        (QWEN3, {"use_sliding_window": True, "max_window_layers": "2"}, "max_window_layers is '2', not an integer"),
+        (QWEN3, {"use_sliding_window": 1}, "use_sliding_window is 1, not true or false"),
+        (QWEN3, {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 0}, "sliding_window is 0"),
+        (QWEN3, {"head_dim": None}, r"q_proj.weight' has shape \(64, 64\), the configuration says \(512, 64\)"),
+    ],
+)  # fmt: skip
+def test_refused_windows(tmp_path, config, spelling, message):
+    refuses(written(tmp_path, config, **spelling), message)
+
+
+def test_norms_of_q_and_k(tmp_path):
+    config = tiny.tiny_config("qwen3", n_layers=1)
+    tensors = tiny.tiny_tensors(config)
+    assert open_model(written(tmp_path, config, tensors)).config == config
+    name = "model.layers.0.self_attn.k_norm.weight"
+    refuses(written(tmp_path, config, {key: w for key, w in tensors.items() if key != name}), f"{name}' of shape .* is missing")
+    refuses(written(tmp_path, CONFIG, tiny.tiny_tensors(CONFIG) | {name: tensors[name]}), f"{name}' is no part of a llama model")
+    refuses(written(tmp_path, config, tensors | {name: np.ones(32, np.float32)}), r"k_norm.weight' has shape \(32,\), the configuration says \(16,\)")
+    biased = replace(config, qkv_bias=True)
+    assert open_model(written(tmp_path, biased)).config == biased
+
+
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
     "spelling, message",
     [
-        ({"model_type": "mistral"}, "model_type 'mistral' is not read here"),
+        ({"model_type": "ministral"}, "model_type 'ministral' is not read here"),
         ({"model_type": None}, "model_type None is not read"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not built here"),
         ({"mlp_bias": True}, "mlp_bias is not built"),
         ({"mlp_bias": 1}, "mlp_bias is 1, not true or false"),
-        ({"use_sliding_window": True}, "sliding-window attention is not built"),
-        ({"layer_types": ["sliding_attention"]}, "sliding-window attention is not built"),
-        ({"layer_types": 1}, "sliding-window attention is not built"),
+        ({"use_sliding_window": True}, "use_sliding_window is True, but a llama model with this sliding_window has no window"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types is .*, but the layers of this llama model have no sliding window"),
+        ({"layer_types": 1}, "layer_types is 1; full_attention or sliding_attention for each of 1 layers is read"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "64"}, "hidden_size is '64', not an integer"),
         ({"hidden_size": True}, "hidden_size is True, not an integer"),
@@ -363,6 +436,19 @@ JSON = st.recursive(
 def test_any_value_of_any_field(tmp_path_factory, key, value, inside_rope):
     fields = {"rope_scaling": LLAMA3_ROPE | {key: value}} if inside_rope else {key: value}
     path = written(tmp_path_factory.mktemp("field"), **fields)
+    opens_or_refuses(path)
+
+
+WINDOW_FIELDS = ["sliding_window", "use_sliding_window", "layer_types", "max_window_layers", "num_hidden_layers"]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from(["mistral", "qwen2", "qwen3"]), st.dictionaries(st.sampled_from(WINDOW_FIELDS), JSON | st.just(True), max_size=3))
+def test_any_value_of_the_fields_of_a_window(tmp_path_factory, family, fields):
+    opens_or_refuses(written(tmp_path_factory.mktemp("field"), tiny.tiny_config(family, n_layers=1), **fields))
+
+
+def opens_or_refuses(path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

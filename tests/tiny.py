@@ -20,14 +20,14 @@ def tiny_config(family="llama", **fields):
     """A two-layer GQA configuration; ``fields`` of LlamaConfig replace the defaults.
 
     ``head_dim`` follows ``hidden_dim // n_heads`` and ``rope_dim`` follows ``head_dim``
-    unless given. qwen2 gets QKV biases.
+    unless given. qwen2 gets QKV biases, qwen3 norms of Q and K.
     """
     hidden_dim, n_heads = fields.get("hidden_dim", 64), fields.get("n_heads", 4)
     head_dim = fields.get("head_dim", hidden_dim // n_heads)
     config = LlamaConfig(
         family=family, n_layers=2, hidden_dim=hidden_dim, n_heads=n_heads, n_kv_heads=2, head_dim=head_dim,
         ffn_dim=96, vocab_size=128, norm_eps=1e-5, rope_theta=10000.0, rope_dim=head_dim, context_len=512,
-        tied_embeddings=True, qkv_bias=family == "qwen2", bos_token_id=1, eos_token_ids=(2,),
+        tied_embeddings=True, qkv_bias=family == "qwen2", qk_norm=family == "qwen3", bos_token_id=1, eos_token_ids=(2,),
     )  # fmt: skip
     return replace(config, **fields)
 
@@ -51,6 +51,8 @@ def tiny_shapes(config):
         }
         if config.qkv_bias:
             layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
+        if config.qk_norm:
+            layer |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
         shapes |= {f"model.layers.{i}.{suffix}": shape for suffix, shape in layer.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tied_embeddings:
@@ -101,7 +103,7 @@ def hf_config(config, rope="top", rope_type_key="rope_type", **fields):
         Where RoPE stands: ``rope_theta`` and ``rope_scaling``; ``rope_parameters``; both; nowhere.
     rope_type_key : {"rope_type", "type"}
     **fields
-        Further or other fields; None removes one.
+        Further or other fields; None removes one. (A mistral's ``sliding_window`` is null where it has no window.)
     """
     scaling = {}
     if config.rope_scaling != "none":
@@ -114,7 +116,7 @@ def hf_config(config, rope="top", rope_type_key="rope_type", **fields):
         }
     eos = list(config.eos_token_ids)
     out = {
-        "architectures": [{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[config.family]],
+        "architectures": [f"{config.family.capitalize()}ForCausalLM"],
         "model_type": config.family,
         "hidden_size": config.hidden_dim,
         "intermediate_size": config.ffn_dim,
@@ -129,16 +131,27 @@ def hf_config(config, rope="top", rope_type_key="rope_type", **fields):
         "bos_token_id": config.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else eos,
     }
-    if config.head_dim * config.n_heads != config.hidden_dim:
+    if config.head_dim * config.n_heads != config.hidden_dim or config.family == "qwen3":
         out["head_dim"] = config.head_dim
-    if config.family == "llama":
+    if config.family in ("llama", "qwen3"):
         out["attention_bias"] = config.qkv_bias
+    if config.sliding_window is not None:
+        out["sliding_window"] = config.sliding_window
+        if config.family in ("qwen2", "qwen3"):
+            out["use_sliding_window"] = True
+            if config.full_layers == tuple(range(len(config.full_layers))):
+                out["max_window_layers"] = len(config.full_layers)
+            else:
+                out["layer_types"] = ["full_attention" if i in config.full_layers else "sliding_attention" for i in range(config.n_layers)]
     if rope in ("top", "both"):
         out |= {"rope_theta": config.rope_theta, "rope_scaling": scaling or None}
     if rope in ("parameters", "both"):
         out["rope_parameters"] = {rope_type_key: "default", "rope_theta": config.rope_theta, **scaling}
     out |= fields
-    return {key: value for key, value in out.items() if value is not None}
+    out = {key: value for key, value in out.items() if value is not None}
+    if config.family == "mistral" and config.sliding_window is None:
+        out.setdefault("sliding_window", None)
+    return out
 
 
 def write_hf(directory, config, tensors, dtype="f32", n_shards=1, generation=None, **spelling):
@@ -205,6 +218,7 @@ def random_quantised(qtype, rows, cols, rng):
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
@@ -245,9 +259,14 @@ def llama3_freq_factors(config):
     return np.array(out, np.float32)
 
 
+def gguf_arch(config):
+    """``general.architecture`` of a family: llama.cpp has none of its own for Mistral."""
+    return "llama" if config.family == "mistral" else config.family
+
+
 def gguf_metadata(config, arch=None):
     """Keys and values of a configuration, as llama.cpp's converter writes them."""
-    arch = arch or config.family
+    arch = arch or gguf_arch(config)
     out = {
         "general.name": "tiny",
         f"{arch}.block_count": config.n_layers,
@@ -264,6 +283,8 @@ def gguf_metadata(config, arch=None):
     }
     if config.head_dim * config.n_heads != config.hidden_dim:
         out |= {f"{arch}.attention.key_length": config.head_dim, f"{arch}.attention.value_length": config.head_dim}
+    if config.sliding_window is not None:
+        out[f"{arch}.attention.sliding_window"] = config.sliding_window
     if config.rope_scaling == "linear":
         out |= {f"{arch}.rope.scaling.type": "linear", f"{arch}.rope.scaling.factor": float(config.rope_factor)}
     for name, token_id in zip(("eos", "eot", "eom"), config.eos_token_ids):
@@ -280,7 +301,7 @@ def write_gguf(path, config, tensors, types="f32", arch=None, metadata=None, ext
         One type for all matrices, or a type by canonical name (others: f32). Vectors are
         always f32. K-quants, which gguf cannot make, hold random blocks of ``seed``.
     arch : str, optional
-        ``general.architecture``; the configuration's family by default. ``llama`` permutes Q and K.
+        ``general.architecture``; that of :func:`gguf_arch` by default. ``llama`` permutes Q and K.
     metadata : dict, optional
         Further or other keys; None removes one. str, bool, int (uint32), float (float32),
         NumPy scalars (their type) and lists are understood.
@@ -294,7 +315,7 @@ def write_gguf(path, config, tensors, types="f32", arch=None, metadata=None, ext
     """
     import gguf
 
-    arch = arch or config.family
+    arch = arch or gguf_arch(config)
     writer = gguf.GGUFWriter(path, arch)
     if alignment:
         writer.add_custom_alignment(alignment)
@@ -339,6 +360,8 @@ def write_gguf(path, config, tensors, types="f32", arch=None, metadata=None, ext
 # of 64, Llama-3 scaling keeps the first, blends two and divides the others.
 _LLAMA3 = {"rope_scaling": "llama3", "rope_original_context_len": 64, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0}
 _LONG_ROWS = (0, 1, 62, 63, 64, 65, 100, 127, 128, 158, 159)
+# Around the edges of attention's chunks of 256, and where a window of 300 begins at one.
+_WINDOW_ROWS = (0, 1, 255, 256, 299, 300, 301, 511, 512, 554, 555, 556, 598, 599)
 GOLDEN_CASES = {
     "llama_gqa": (tiny_config(), 11, {}, 24, range(24)),
     "llama_untied": (tiny_config(tied_embeddings=False, n_kv_heads=4), 12, {}, 24, range(24)),
@@ -350,6 +373,12 @@ GOLDEN_CASES = {
     "llama3_32_long": (tiny_config(rope_factor=32.0, **_LLAMA3), 16, {"rope": "parameters"}, 160, _LONG_ROWS),
     "qwen2_untied": (tiny_config("qwen2", tied_embeddings=False, norm_eps=1e-6), 17, {}, 24, range(24)),
     "rope_parameters": (tiny_config(rope_theta=500000.0), 18, {"rope": "parameters"}, 24, range(24)),
+    "mistral": (tiny_config("mistral", tied_embeddings=False, hidden_dim=96, n_heads=3, n_kv_heads=1, head_dim=24), 19, {}, 24, range(24)),
+    "mistral_window_20": (tiny_config("mistral", sliding_window=20), 20, {}, 60, range(60)),
+    "mistral_window_300": (tiny_config("mistral", sliding_window=300, context_len=1024), 21, {}, 600, _WINDOW_ROWS),
+    "qwen3": (tiny_config("qwen3", head_dim=32, norm_eps=1e-6), 22, {}, 24, range(24)),
+    "qwen3_window_20": (tiny_config("qwen3", n_layers=3, sliding_window=20, full_layers=(0,)), 23, {}, 60, range(60)),
+    "qwen2_window_20": (tiny_config("qwen2", n_layers=3, sliding_window=20, full_layers=(1,)), 24, {}, 60, range(60)),
 }
 
 

@@ -25,6 +25,7 @@ typedef struct pkv_attn_shape {
     int64_t n_kv_heads;
     int64_t head_dim;
     float scale;
+    int64_t window; /* positions that a row sees at most, its own the last of them; 0: no limit */
 } pkv_attn_shape;
 
 /* Where K and V of one sequence lie. A contiguous buffer is the case without a block table. */
@@ -39,7 +40,8 @@ typedef struct pkv_kv_view {
     int32_t dtype;
 } pkv_kv_view;
 
-/* Consecutive rows of one sequence. Row i attends positions [0, visible + i * visible_step). */
+/* Consecutive rows of one sequence. Row i attends positions [0, visible + i * visible_step), the last `window` of
+ * them where the shape has a window. */
 typedef struct pkv_attn_segment {
     pkv_kv_view kv;
     int64_t row; /* first row, in the step */
@@ -63,9 +65,11 @@ typedef struct pkv_attn_item {
 } pkv_attn_item;
 
 /* The cut of a step's attention: run items in any order, then join items, which merge the states of one tile.
- * Made by pkv_attn_make_plan, freed by pkv_attn_free_plan. */
+ * Made by pkv_attn_make_plan, freed by pkv_attn_free_plan. It serves every shape that differs from the one it was
+ * made with in nothing but a narrower window: layers with and without a window go by one plan. */
 typedef struct pkv_attn_plan {
     const pkv_attn_segment *segments;
+    int64_t window; /* of the shape it was made with */
     pkv_attn_item *run, *join;
     int32_t *members;  /* segment ids */
     int64_t *partials; /* [n_segments] first float of the segment's states in the partials; -1: none */
@@ -75,6 +79,17 @@ typedef struct pkv_attn_plan {
 
 static inline int64_t pkv_attn_row_visible(const pkv_attn_segment *segment, int64_t row) {
     return segment->visible + row * segment->visible_step;
+}
+
+/* First position that a row sees, of `visible` in all. Its softmax begins there, in the middle of a chunk too: the
+ * chunk's maximum, sum and values run over the positions from this one on, the first of them in lane 0. */
+static inline int64_t pkv_attn_first(int64_t visible, int64_t window) {
+    return window > 0 && visible > window ? visible - window : 0;
+}
+
+/* First chunk that a row of a segment sees. */
+static inline int64_t pkv_attn_first_chunk(const pkv_attn_segment *segment, int64_t row, int64_t window) {
+    return pkv_attn_first(pkv_attn_row_visible(segment, row), window) / PKV_CHUNK;
 }
 
 /* One KV head's rows from a position to the end of its block, in K or V (`of` is kv->k or kv->v). */
@@ -106,7 +121,8 @@ static inline int64_t pkv_attn_state_len(const pkv_attn_shape *shape) {
 typedef struct pkv_attn_tile {
     int64_t n_rows;
     const float *q[PKV_ATTN_TILE_ROWS];   /* all heads of the row */
-    int64_t visible[PKV_ATTN_TILE_ROWS];  /* positions it sees */
+    int64_t first[PKV_ATTN_TILE_ROWS];    /* it sees positions [first, visible) */
+    int64_t visible[PKV_ATTN_TILE_ROWS];
     float *state[PKV_ATTN_TILE_ROWS];     /* of the item's first KV head; the others follow at head_stride */
     int64_t head_stride;
 } pkv_attn_tile;
@@ -141,6 +157,11 @@ static inline pkv_attn_rows pkv_attn_read(const pkv_kernels *kernels, const pkv_
     return (pkv_attn_rows){wide, head_dim, wide, head_dim};
 }
 
+/* Whether what row r of a tile sees goes on into a chunk from the one before. */
+static inline int pkv_attn_goes_on(const pkv_attn_tile *tile, int64_t r, int64_t chunk) {
+    return tile->first[r] < chunk * PKV_CHUNK && tile->visible[r] > chunk * PKV_CHUNK;
+}
+
 /* One chunk for the rows of a tile and KV heads [kv_head, kv_head + n_kv_heads).
  *   scores  [n_rows * n_kv_heads * group, PKV_CHUNK] scratch
  *   wide    [PKV_ATTN_ROWS, head_dim] scratch
@@ -149,40 +170,46 @@ static inline void pkv_attn_chunk(const pkv_kernels *kernels, const pkv_attn_sha
                                   int64_t layer, int64_t chunk, int64_t kv_head, int64_t n_kv_heads,
                                   const pkv_attn_tile *tile, float *scores, float *wide) {
     int64_t head_dim = shape->head_dim, group = shape->n_heads / shape->n_kv_heads;
-    int64_t first = chunk * PKV_CHUNK, end = first, step = pkv_min(kv->block_size, PKV_ATTN_ROWS);
-    for (int64_t r = 0; r < tile->n_rows; r++) {
-        int64_t row_end = pkv_min(first + PKV_CHUNK, tile->visible[r]);
-        end = row_end > end ? row_end : end;
+    int64_t first = chunk * PKV_CHUNK, begin = first + PKV_CHUNK, end = first;
+    int64_t step = pkv_min(kv->block_size, PKV_ATTN_ROWS), from[PKV_ATTN_TILE_ROWS], to[PKV_ATTN_TILE_ROWS];
+    for (int64_t r = 0; r < tile->n_rows; r++) { /* positions [from, to) of the chunk are the row's */
+        from[r] = tile->first[r] > first ? tile->first[r] : first;
+        to[r] = pkv_min(first + PKV_CHUNK, tile->visible[r]);
+        if (from[r] < to[r]) {
+            begin = pkv_min(begin, from[r]);
+            end = to[r] > end ? to[r] : end;
+        }
     }
+    begin -= (begin - first) % step;
 
-    for (int64_t t = first; t < end; t += step)
+    for (int64_t t = begin; t < end; t += step)
         for (int64_t h = 0; h < n_kv_heads; h++) {
             /* After these rows come the next ones, and after the last the first of V. */
             int more = t + step < end;
             pkv_kv_rows rows = pkv_view_rows(kv, kv->k, t, layer, kv_head + h, head_dim);
-            pkv_kv_rows then_rows = pkv_view_rows(kv, more ? kv->k : kv->v, more ? t + step : first, layer,
+            pkv_kv_rows then_rows = pkv_view_rows(kv, more ? kv->k : kv->v, more ? t + step : begin, layer,
                                                   kv_head + h, head_dim);
             pkv_attn_rows k = pkv_attn_read(kernels, kv, &rows, &then_rows, pkv_min(step, end - t), h, n_kv_heads,
                                             head_dim, wide);
             for (int64_t r = 0; r < tile->n_rows; r++) {
-                int64_t n = pkv_min(step, pkv_min(end, tile->visible[r]) - t);
+                int64_t at = from[r] > t ? from[r] : t, n = pkv_min(t + step, to[r]) - at;
                 if (n > 0)
-                    kernels->attn_scores(tile->q[r] + (kv_head + h) * group * head_dim, group, k.x, k.ld, n, head_dim,
-                                         shape->scale,
-                                         scores + (r * n_kv_heads + h) * group * PKV_CHUNK + (t - first), PKV_CHUNK,
+                    kernels->attn_scores(tile->q[r] + (kv_head + h) * group * head_dim, group, k.x + (at - t) * k.ld,
+                                         k.ld, n, head_dim, shape->scale,
+                                         scores + (r * n_kv_heads + h) * group * PKV_CHUNK + (at - first), PKV_CHUNK,
                                          k.next, k.ldnext);
             }
         }
     for (int64_t r = 0; r < tile->n_rows; r++)
-        for (int64_t h = 0; h < n_kv_heads && tile->visible[r] > first; h++) {
+        for (int64_t h = 0; h < n_kv_heads && from[r] < to[r]; h++) {
             float *max = tile->state[r] + h * tile->head_stride, *sum = max + group;
             float *acc = max + pkv_attn_acc_at(shape);
             for (int64_t i = 0; i < group; i++)
-                kernels->softmax_chunk(scores + ((r * n_kv_heads + h) * group + i) * PKV_CHUNK,
-                                       pkv_min(PKV_CHUNK, tile->visible[r] - first), max + i, sum + i);
+                kernels->softmax_chunk(scores + ((r * n_kv_heads + h) * group + i) * PKV_CHUNK + (from[r] - first),
+                                       to[r] - from[r], max + i, sum + i);
             memset(acc, 0, (size_t)(group * head_dim) * sizeof(float));
         }
-    for (int64_t t = first; t < end; t += step)
+    for (int64_t t = begin; t < end; t += step)
         for (int64_t h = 0; h < n_kv_heads; h++) {
             pkv_kv_rows rows = pkv_view_rows(kv, kv->v, t, layer, kv_head + h, head_dim);
             pkv_kv_rows then_rows = pkv_view_rows(kv, kv->v, t + step < end ? t + step : t, layer, kv_head + h,
@@ -190,10 +217,10 @@ static inline void pkv_attn_chunk(const pkv_kernels *kernels, const pkv_attn_sha
             pkv_attn_rows v = pkv_attn_read(kernels, kv, &rows, &then_rows, pkv_min(step, end - t), h, n_kv_heads,
                                             head_dim, wide);
             for (int64_t r = 0; r < tile->n_rows; r++) {
-                int64_t n = pkv_min(step, pkv_min(end, tile->visible[r]) - t);
+                int64_t at = from[r] > t ? from[r] : t, n = pkv_min(t + step, to[r]) - at;
                 if (n > 0)
-                    kernels->attn_values(scores + (r * n_kv_heads + h) * group * PKV_CHUNK + (t - first), PKV_CHUNK,
-                                         group, v.x, v.ld, n, head_dim,
+                    kernels->attn_values(scores + (r * n_kv_heads + h) * group * PKV_CHUNK + (at - first), PKV_CHUNK,
+                                         group, v.x + (at - t) * v.ld, v.ld, n, head_dim,
                                          tile->state[r] + h * tile->head_stride + pkv_attn_acc_at(shape), v.next, v.ldnext);
             }
         }
@@ -233,13 +260,19 @@ static inline int64_t pkv_attn_scratch_len(const pkv_attn_shape *shape) {
                                                                     2 * pkv_attn_state_len(shape));
 }
 
+/* Chunks that have states in a segment's partials: those from the first one that its first row sees. */
+static inline int64_t pkv_attn_n_slots(const pkv_attn_plan *plan, const pkv_attn_segment *segment) {
+    return pkv_chunks_for(pkv_attn_row_visible(segment, segment->n_rows - 1)) -
+           pkv_attn_first_chunk(segment, 0, plan->window);
+}
+
 /* Where the state of (row, KV head, chunk) of a segment lies in the partials. */
 static inline int64_t pkv_attn_slot(const pkv_attn_plan *plan, const pkv_attn_shape *shape, int64_t segment,
                                     int64_t row, int64_t kv_head, int64_t chunk) {
     const pkv_attn_segment *s = &plan->segments[segment];
-    int64_t n_chunks = pkv_chunks_for(pkv_attn_row_visible(s, s->n_rows - 1));
+    int64_t slot = chunk - pkv_attn_first_chunk(s, 0, plan->window);
     return plan->partials[segment] +
-           ((row * shape->n_kv_heads + kv_head) * n_chunks + chunk) * pkv_attn_state_len(shape);
+           ((row * shape->n_kv_heads + kv_head) * pkv_attn_n_slots(plan, s) + slot) * pkv_attn_state_len(shape);
 }
 
 /* Run one item. q and out point at row 0 of the step; strides ldq, ldout. */
@@ -258,6 +291,7 @@ static inline void pkv_attn_run(const pkv_kernels *kernels, const pkv_attn_shape
             int64_t row = item->members < 0 ? item->row + done + r : 0;
             tile.q[r] = q + (plan->segments[id].row + row) * ldq;
             tile.visible[r] = pkv_attn_row_visible(&plan->segments[id], row);
+            tile.first[r] = pkv_attn_first(tile.visible[r], shape->window);
             tile.state[r] = states + r * item->n_kv_heads * state_len;
             if (item->partial >= 0)
                 tile.state[r] = partials + pkv_attn_slot(plan, shape, id, row, item->kv_head, item->chunk);
@@ -275,11 +309,14 @@ static inline void pkv_attn_run(const pkv_kernels *kernels, const pkv_attn_shape
         later = tile;
         for (int64_t r = 0; r < tile.n_rows; r++)
             later.state[r] += tile.n_rows * item->n_kv_heads * state_len;
-        pkv_attn_chunk(kernels, shape, kv, layer, 0, item->kv_head, item->n_kv_heads, &tile, scores, wide);
-        for (int64_t chunk = 1; chunk < item->n_chunks; chunk++) {
-            pkv_attn_chunk(kernels, shape, kv, layer, chunk, item->kv_head, item->n_kv_heads, &later, scores, wide);
+        for (int64_t chunk = item->chunk; chunk < item->chunk + item->n_chunks; chunk++) {
+            pkv_attn_tile now = later;
             for (int64_t r = 0; r < tile.n_rows; r++)
-                for (int64_t h = 0; h < item->n_kv_heads && tile.visible[r] > chunk * PKV_CHUNK; h++)
+                if (tile.first[r] / PKV_CHUNK == chunk) /* the row's first: nothing is there to fold it into */
+                    now.state[r] = tile.state[r];
+            pkv_attn_chunk(kernels, shape, kv, layer, chunk, item->kv_head, item->n_kv_heads, &now, scores, wide);
+            for (int64_t r = 0; r < tile.n_rows; r++)
+                for (int64_t h = 0; h < item->n_kv_heads && pkv_attn_goes_on(&tile, r, chunk); h++)
                     pkv_attn_fold(kernels, shape, tile.state[r] + h * state_len, later.state[r] + h * state_len);
         }
         for (int64_t r = 0; r < tile.n_rows; r++)
@@ -296,10 +333,11 @@ static inline void pkv_attn_join(const pkv_kernels *kernels, const pkv_attn_shap
     int64_t state_len = pkv_attn_state_len(shape);
     for (int64_t row = item->row; row < item->row + item->n_rows; row++)
         for (int64_t h = item->kv_head; h < item->kv_head + item->n_kv_heads; h++) {
-            float *state = partials + pkv_attn_slot(plan, shape, item->segment, row, h, 0);
-            int64_t n_chunks = pkv_chunks_for(pkv_attn_row_visible(segment, row));
-            for (int64_t chunk = 1; chunk < n_chunks; chunk++)
-                pkv_attn_fold(kernels, shape, state, state + chunk * state_len);
+            int64_t first = pkv_attn_first_chunk(segment, row, shape->window);
+            int64_t n_chunks = pkv_chunks_for(pkv_attn_row_visible(segment, row)) - first;
+            float *state = partials + pkv_attn_slot(plan, shape, item->segment, row, h, first);
+            for (int64_t i = 1; i < n_chunks; i++)
+                pkv_attn_fold(kernels, shape, state, state + i * state_len);
             pkv_attn_write(kernels, shape, state, h, out + (segment->row + row) * ldout);
         }
 }
@@ -349,22 +387,26 @@ static inline int pkv_attn_same_chunk(const pkv_attn_segment *a, const pkv_attn_
 }
 
 /* Items for leading chunks that several single rows share: one item for each chunk and KV head, whatever the
- * number of rows. Sequences that share a chunk share those before it (forks do), so a group only ever splits.
- *   n_shared  [n_segments] set to the leading chunks of each that such items cover */
-static inline int pkv_attn_share(pkv_attn_plan *plan, const pkv_attn_shape *shape, int64_t n_segments,
-                                 int64_t *n_shared) {
-    for (int64_t i = 0; i < n_segments; i++)
-        n_shared[i] = 0;
-    int found = 1;
-    for (int64_t chunk = 0; found; chunk++) {
+ * number of rows. Sequences that share a chunk share those before it (forks do), so a group splits, and gains only
+ * rows whose window begins here.
+ *   next  [n_segments] set to the first chunk of each that such items do not cover */
+static inline int pkv_attn_share(pkv_attn_plan *plan, const pkv_attn_shape *shape, int64_t n_segments, int64_t *next) {
+    int64_t chunk = INT64_MAX;
+    for (int64_t i = 0; i < n_segments; i++) {
+        next[i] = pkv_attn_first_chunk(&plan->segments[i], 0, plan->window);
+        chunk = pkv_min(chunk, next[i]);
+    }
+    for (int found = 1; found; chunk++) {
         found = 0;
         for (int64_t i = 0; i < n_segments; i++) {
             const pkv_attn_segment *leader = &plan->segments[i];
-            if (n_shared[i] != chunk || !pkv_attn_settled(leader, chunk))
+            if (next[i] > chunk) /* in a group already, or its window begins later */
+                found = 1;
+            if (next[i] != chunk || !pkv_attn_settled(leader, chunk))
                 continue;
             int64_t begin = plan->n_members;
             for (int64_t j = i; j < n_segments; j++)
-                if (n_shared[j] == chunk && (j == i || pkv_attn_same_chunk(leader, &plan->segments[j], chunk))) {
+                if (next[j] == chunk && (j == i || pkv_attn_same_chunk(leader, &plan->segments[j], chunk))) {
                     void *array = plan->members;
                     if (!pkv_grow(&array, plan->n_members, &plan->members_cap, sizeof *plan->members))
                         return 0;
@@ -378,7 +420,7 @@ static inline int pkv_attn_share(pkv_attn_plan *plan, const pkv_attn_shape *shap
             }
             found = 1;
             for (int64_t j = begin; j < plan->n_members; j++)
-                n_shared[plan->members[j]] = chunk + 1;
+                next[plan->members[j]] = chunk + 1;
             for (int64_t h = 0; h < shape->n_kv_heads; h++)
                 if (!pkv_attn_add(&plan->run, &plan->n_run, &plan->run_cap,
                                   (pkv_attn_item){i, 0, n, h, 1, chunk, 1, begin, 0}))
@@ -397,9 +439,10 @@ static inline int pkv_attn_make_plan(pkv_attn_plan *plan, const pkv_attn_shape *
                                      int64_t n_segments, int64_t n_threads) {
     int64_t n_rows = 0, n_whole = 0, n_by_head = 0, state_len = pkv_attn_state_len(shape);
     plan->segments = segments;
+    plan->window = shape->window;
     plan->partials = (int64_t *)malloc((size_t)n_segments * sizeof(int64_t));
-    int64_t *n_shared = (int64_t *)malloc((size_t)n_segments * sizeof(int64_t));
-    int ok = plan->partials && n_shared && pkv_attn_share(plan, shape, n_segments, n_shared);
+    int64_t *next = (int64_t *)malloc((size_t)n_segments * sizeof(int64_t)); /* first chunk that is not shared */
+    int ok = plan->partials && next && pkv_attn_share(plan, shape, n_segments, next);
     for (int64_t i = 0; i < n_segments; i++) {
         int64_t n_tiles = (segments[i].n_rows + PKV_ATTN_TILE_ROWS - 1) / PKV_ATTN_TILE_ROWS;
         n_rows += segments[i].n_rows;
@@ -412,28 +455,30 @@ static inline int pkv_attn_make_plan(pkv_attn_plan *plan, const pkv_attn_shape *
     for (int64_t i = 0; ok && i < n_segments; i++) {
         const pkv_attn_segment *segment = &segments[i];
         int64_t heads = segment->n_rows == 1 && !cut_heads ? shape->n_kv_heads : 1;
-        int64_t all_chunks = pkv_chunks_for(pkv_attn_row_visible(segment, segment->n_rows - 1));
-        int by_slots = n_shared[i] > 0 || (cut_chunks && all_chunks > 1);
+        int64_t n_slots = pkv_attn_n_slots(plan, segment);
+        int is_shared = next[i] > pkv_attn_first_chunk(segment, 0, plan->window);
+        int by_slots = is_shared || (cut_chunks && n_slots > 1);
         plan->partials[i] = by_slots ? plan->partials_len : -1;
         if (by_slots)
-            plan->partials_len += segment->n_rows * shape->n_kv_heads * all_chunks * state_len;
+            plan->partials_len += segment->n_rows * shape->n_kv_heads * n_slots * state_len;
         for (int64_t row = 0; row < segment->n_rows; row += PKV_ATTN_TILE_ROWS) {
             int64_t rows = pkv_min(PKV_ATTN_TILE_ROWS, segment->n_rows - row);
-            int64_t n_chunks = pkv_chunks_for(pkv_attn_row_visible(segment, row + rows - 1));
+            int64_t first = is_shared ? next[i] : pkv_attn_first_chunk(segment, row, plan->window);
+            int64_t end = pkv_chunks_for(pkv_attn_row_visible(segment, row + rows - 1));
             for (int64_t kv_head = 0; kv_head < shape->n_kv_heads; kv_head += heads) {
-                pkv_attn_item item = {i,  row, rows, kv_head, heads, n_shared[i], n_chunks - n_shared[i],
-                                      -1, by_slots ? all_chunks * state_len : -1};
+                pkv_attn_item item = {i,  row, rows, kv_head, heads, first, end - first,
+                                      -1, by_slots ? n_slots * state_len : -1};
                 int64_t each = by_slots && cut_chunks ? 1 : item.n_chunks;
                 if (by_slots)
                     ok = ok && pkv_attn_add(&plan->join, &plan->n_join, &plan->join_cap, item);
-                for (; ok && item.chunk < n_chunks; item.chunk += each) {
+                for (; ok && item.chunk < end; item.chunk += each) {
                     item.n_chunks = each;
                     ok = pkv_attn_add(&plan->run, &plan->n_run, &plan->run_cap, item);
                 }
             }
         }
     }
-    free(n_shared);
+    free(next);
     return ok;
 }
 

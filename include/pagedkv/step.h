@@ -47,6 +47,9 @@ typedef struct pkv_layer {
     const float *attn_norm; /* [hidden_dim] */
     const float *ffn_norm;  /* [hidden_dim] */
     const float *qkv_bias;  /* [qkv.n], or NULL */
+    const float *q_norm;    /* [head_dim], or NULL: RMSNorm of each head of Q, before the rotation */
+    const float *k_norm;    /* [head_dim]; NULL where q_norm is */
+    int64_t window;         /* positions that a row sees at most; 0: all */
     pkv_weight qkv;         /* [qkv.n, hidden_dim]: Q, K and V, each padded to whole panels */
     pkv_weight o;           /* [hidden_dim, q_dim] */
     pkv_weight gate_up;     /* [2 * pad(ffn_dim), hidden_dim]: panels of gate and up in turn */
@@ -56,7 +59,7 @@ typedef struct pkv_layer {
 typedef struct pkv_model {
     int64_t n_layers, hidden_dim, ffn_dim, vocab_size;
     int64_t rope_half; /* rotating pairs of a head */
-    pkv_attn_shape attn;
+    pkv_attn_shape attn; /* its window is the widest of the layers' */
     float norm_eps;
     const double *inv_freq; /* [rope_half] radians a position */
     const pkv_layer *layers;
@@ -288,17 +291,24 @@ static inline void pkv_step_qkv(const pkv_step *s, const pkv_layer *layer, int64
             s->kernels->add(s->qkv + i * n + col, layer->qkv_bias + col, n_cols);
 }
 
+/* n_heads heads of row i, from `head` on: normed where the layer has a norm for them, then rotated. */
+static inline void pkv_step_rope(const pkv_step *s, float *head, int64_t n_heads, const float *norm, int64_t i) {
+    const pkv_model *m = s->model;
+    for (int64_t h = 0; h < n_heads; h++, head += m->attn.head_dim) {
+        if (norm)
+            s->kernels->rmsnorm(head, norm, m->norm_eps, head, m->attn.head_dim);
+        s->kernels->rope(head, s->cos + i * m->rope_half, s->sin + i * m->rope_half, m->rope_half);
+    }
+}
+
 /* Row i: rotate its Q and K by its position, and write K and V into its sequence. The step has reserved the
  * row (pkv_ensure_append_batch), so nothing is checked here. */
 static inline void pkv_step_rope_append(const pkv_step *s, int64_t layer, int64_t i) {
     const pkv_model *m = s->model;
-    int64_t head_dim = m->attn.head_dim, kv_dim = pkv_kv_dim(m);
-    const float *cos = s->cos + i * m->rope_half, *sin = s->sin + i * m->rope_half;
+    int64_t kv_dim = pkv_kv_dim(m);
     float *q = s->qkv + i * pkv_qkv_len(m), *k = q + pkv_pad(pkv_q_dim(m)), *v = k + pkv_pad(kv_dim);
-    for (int64_t h = 0; h < m->attn.n_heads; h++)
-        s->kernels->rope(q + h * head_dim, cos, sin, m->rope_half);
-    for (int64_t h = 0; h < m->attn.n_kv_heads; h++)
-        s->kernels->rope(k + h * head_dim, cos, sin, m->rope_half);
+    pkv_step_rope(s, q, m->attn.n_heads, m->layers[layer].q_norm, i);
+    pkv_step_rope(s, k, m->attn.n_kv_heads, m->layers[layer].k_norm, i);
     pkv_seq *seq = s->row_seqs[i];
     pkv_pool *pool = seq->pool;
     pkv_slot slot = pkv_seq_slot(seq, layer, s->positions[i]);
@@ -306,15 +316,24 @@ static inline void pkv_step_rope_append(const pkv_step *s, int64_t layer, int64_
     s->kernels->kv_round(pool->dtype, v, kv_dim, pool->v + slot.values, pool->v + slot.scales);
 }
 
+/* Attention's shape in one layer. */
+static inline pkv_attn_shape pkv_step_attn_shape(const pkv_model *m, int64_t layer) {
+    pkv_attn_shape shape = m->attn;
+    shape.window = m->layers[layer].window;
+    return shape;
+}
+
 static inline void pkv_step_attend(const pkv_step *s, int64_t layer, int64_t item, int thread) {
     const pkv_model *m = s->model;
-    pkv_attn_run(s->kernels, &m->attn, &s->plan, &s->plan.run[item], layer, s->qkv, pkv_qkv_len(m), s->attn,
+    pkv_attn_shape shape = pkv_step_attn_shape(m, layer);
+    pkv_attn_run(s->kernels, &shape, &s->plan, &s->plan.run[item], layer, s->qkv, pkv_qkv_len(m), s->attn,
                  pkv_q_dim(m), s->partials, pkv_thread_scratch(s, thread));
 }
 
-static inline void pkv_step_join(const pkv_step *s, int64_t item) {
+static inline void pkv_step_join(const pkv_step *s, int64_t layer, int64_t item) {
     const pkv_model *m = s->model;
-    pkv_attn_join(s->kernels, &m->attn, &s->plan, &s->plan.join[item], s->attn, pkv_q_dim(m), s->partials);
+    pkv_attn_shape shape = pkv_step_attn_shape(m, layer);
+    pkv_attn_join(s->kernels, &shape, &s->plan, &s->plan.join[item], s->attn, pkv_q_dim(m), s->partials);
 }
 
 /* Row i of attention's output as codes, for the int8 mode. */

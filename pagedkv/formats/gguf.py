@@ -218,6 +218,8 @@ _LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -312,8 +314,8 @@ def _read_config(path, metadata, tensors):
         raise FormatError(f"{path}: {what}")
 
     arch = metadata.get("general.architecture")
-    if arch not in ("llama", "qwen2"):
-        refuse(f"architecture {short(arch)} is not read here; llama and qwen2 are" if arch is not None else "general.architecture is missing")
+    if arch not in ("llama", "qwen2", "qwen3"):
+        refuse(f"architecture {short(arch)} is not read here; llama, qwen2 and qwen3 are" if arch is not None else "general.architecture is missing")
     if metadata.get("split.count", 1) not in (0, 1):
         refuse(f"is one of {short(metadata['split.count'])} files of a split model; merge them first")
     keys = _Keys(path, metadata, arch)
@@ -344,7 +346,7 @@ def _read_config(path, metadata, tensors):
         refuse(f"{len(tokens)} tokens for a vocabulary of {vocab_size}")
 
     if keys.get("rope.freq_base") is None:
-        # load_hparams sets 10000 for every architecture; so do transformers' LlamaConfig and Qwen2Config.
+        # load_hparams sets 10000 for every architecture; so do transformers' classes.
         warnings.warn(f"{path}: {arch}.rope.freq_base is missing; 10000 is used", stacklevel=4)
     scaling = keys.get("rope.scaling.type", "linear")
     if scaling not in ("none", "linear"):
@@ -372,6 +374,11 @@ def _read_config(path, metadata, tensors):
         if type(token_id) is not int:
             refuse(f"begin or end token {short(token_id)} is not an integer")
 
+    window = keys.integer("attention.sliding_window", 0)  # Mistral's files are of architecture llama
+    if window and arch != "llama":
+        refuse(f"key '{arch}.attention.sliding_window' = {window}: which layers have the window is not said, and it is "
+               "not built here")  # fmt: skip
+
     config = LlamaConfig(
         family=arch,
         n_layers=keys.integer("block_count"),
@@ -390,6 +397,8 @@ def _read_config(path, metadata, tensors):
         rope_freq_factors=rope_freq_factors,
         tied_embeddings="output.weight" not in tensors,
         qkv_bias=arch == "qwen2" or "blk.0.attn_q.bias" in tensors,
+        qk_norm=arch == "qwen3",
+        sliding_window=window or None,
         bos_token_id=bos_id,
         eos_token_ids=tuple(end_ids),
     )

@@ -4,7 +4,7 @@ Own safetensors reader rather than the package's: ``safetensors.numpy`` knows no
 copies each tensor, while the format is a JSON header and plain bytes that can be mapped. It
 checks what the package checks (format.md of safetensors: header within the file, no holes, no
 overlap), and the package is the tests' oracle. Configuration fields: transformers'
-LlamaConfig, Qwen2Config and modeling_rope_utils.
+LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config and modeling_rope_utils.
 """
 
 import json
@@ -205,7 +205,7 @@ def _read_rope(fields):
     if rope.number("partial_rotary_factor", 1.0) != 1:
         refuse(f"partial_rotary_factor {rope.number('partial_rotary_factor')} is not built here")
     if rope.get("rope_theta") is None:
-        # default_theta of transformers' RotaryEmbeddingConfigMixin, which neither family
+        # default_theta of transformers' RotaryEmbeddingConfigMixin, which no family here
         # changes; llama.cpp's load_hparams agrees.
         warnings.warn(f"{path}: rope_theta is missing; 10000 is used", stacklevel=5)
     kind = rope.typed("rope_type", "default", (str,), "a string")
@@ -221,6 +221,47 @@ def _read_rope(fields):
         out["rope_high_freq_factor"] = rope.number("high_freq_factor")
         out["rope_original_context_len"] = rope.integer("original_max_position_embeddings")
     return out
+
+
+# Of MistralConfig, Qwen2Config and Qwen3Config, where the file says nothing; a null says that there is no window.
+_DEFAULT_WINDOW = 4096
+_DEFAULT_MAX_WINDOW_LAYERS = 28
+
+
+def _read_window(fields, family, n_layers):
+    """``sliding_window`` and ``full_layers`` of LlamaConfig, as a dict.
+
+    All layers of a Mistral model have the window. Of the Qwen families those have it that ``layer_types`` names, else
+    those from ``max_window_layers`` on, and none unless ``use_sliding_window`` is true. Llama's have none.
+    """
+
+    def refuse(what):
+        raise FormatError(f"{fields.path}: {what}")
+
+    use = fields.get("use_sliding_window")
+    in_use = fields.flag("use_sliding_window")
+    window, n_full = None, 0
+    if family != "llama" and fields.fields.get("sliding_window", _DEFAULT_WINDOW) is not None:
+        window = fields.integer("sliding_window", _DEFAULT_WINDOW)
+    if family in ("qwen2", "qwen3"):
+        window = window if in_use else None
+        n_full = fields.integer("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
+    elif use is not None and in_use != (window is not None):
+        # transformers does not read the field for these families.
+        has = "a" if window else "no"
+        refuse(f"use_sliding_window is {short(use)}, but a {family} model with this sliding_window has {has} window")
+    kinds = ["full_attention" if window is None or i < n_full else "sliding_attention" for i in range(n_layers)]
+    given = fields.get("layer_types")
+    if given is not None and given != kinds:
+        what = f"layer_types is {short(given)}"
+        names = ("full_attention", "sliding_attention")
+        if not (isinstance(given, list) and len(given) == n_layers and all(kind in names for kind in given)):
+            refuse(f"{what}; full_attention or sliding_attention for each of {n_layers} layers is read")
+        if window is None or family == "mistral":
+            refuse(f"{what}, but the layers of this {family} model have {'a' if window else 'no'} sliding window")
+        kinds = given
+    full_layers = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
+    return {} if len(full_layers) == n_layers else {"sliding_window": window, "full_layers": full_layers}
 
 
 def _end_ids(fields):
@@ -240,47 +281,48 @@ def _read_config(fields, generation, tensors):
         raise FormatError(f"{path}: {what}")
 
     family = fields.get("model_type")
-    if family not in ("llama", "qwen2"):
-        refuse(f"model_type {short(family)} is not read here; llama and qwen2 are")
+    if family not in ("llama", "mistral", "qwen2", "qwen3"):
+        refuse(f"model_type {short(family)} is not read here; llama, mistral, qwen2 and qwen3 are")
     if fields.get("quantization_config") is not None:
         refuse("quantised weights (quantization_config) are not read from a directory; GGUF is for that")
     if fields.get("hidden_act", "silu") != "silu":
         refuse(f"hidden_act {short(fields.get('hidden_act'))} is not built here; silu is")
     if fields.flag("mlp_bias"):
         refuse("mlp_bias is not built here")
-    layer_types = fields.get("layer_types", [])
-    if fields.flag("use_sliding_window") or not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        refuse("sliding-window attention is not built here")
 
     hidden_dim = fields.integer("hidden_size")
     n_heads = fields.integer("num_attention_heads")
     if n_heads < 1:
         refuse(f"num_attention_heads is {n_heads}")
-    if fields.get("head_dim") is None and hidden_dim % n_heads:
+    default_head_dim = 128 if family == "qwen3" else hidden_dim // n_heads  # Qwen3Config's is a constant
+    if fields.get("head_dim") is None and family != "qwen3" and hidden_dim % n_heads:
         refuse(f"hidden_size {hidden_dim} is no multiple of {n_heads} heads, and head_dim is missing")
-    head_dim = fields.integer("head_dim", hidden_dim // n_heads)
+    head_dim = fields.integer("head_dim", default_head_dim)
     # transformers ties where told to; a head in the file wins, as it does for llama.cpp.
     tied = "lm_head.weight" not in tensors
     if tied and not fields.flag("tie_word_embeddings"):
         refuse("tie_word_embeddings is not true, but the file has no lm_head.weight")
+    n_layers = fields.integer("num_hidden_layers")
     end_ids = [*_end_ids(generation), *_end_ids(fields)]
     bos_ids = [source.integer("bos_token_id") for source in (fields, generation) if source.get("bos_token_id") is not None]
     return LlamaConfig(
         family=family,
-        n_layers=fields.integer("num_hidden_layers"),
+        n_layers=n_layers,
         hidden_dim=hidden_dim,
         n_heads=n_heads,
         n_kv_heads=fields.integer("num_key_value_heads", n_heads),
         head_dim=head_dim,
         ffn_dim=fields.integer("intermediate_size"),
         vocab_size=fields.integer("vocab_size"),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),  # both classes' default
+        norm_eps=fields.number("rms_norm_eps", 1e-6),  # all four classes' default
         rope_dim=head_dim,
         context_len=fields.integer("max_position_embeddings"),
         tied_embeddings=tied,
-        qkv_bias=family == "qwen2" or fields.flag("attention_bias"),
+        qkv_bias=family == "qwen2" or family in ("llama", "qwen3") and fields.flag("attention_bias"),
+        qk_norm=family == "qwen3",
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=tuple(dict.fromkeys(end_ids)),
+        **_read_window(fields, family, min(n_layers, len(tensors))),  # check_config refuses more layers than tensors
         **_read_rope(fields),
     )
 

@@ -148,12 +148,16 @@ _LAYER = {
     "self_attn.k_proj.bias": ("kv_dim",),
     "self_attn.v_proj.weight": ("kv_dim", "hidden_dim"),
     "self_attn.v_proj.bias": ("kv_dim",),
+    "self_attn.q_norm.weight": ("head_dim",),
+    "self_attn.k_norm.weight": ("head_dim",),
     "self_attn.o_proj.weight": ("hidden_dim", "q_dim"),
     "post_attention_layernorm.weight": ("hidden_dim",),
     "mlp.gate_proj.weight": ("ffn_dim", "hidden_dim"),
     "mlp.up_proj.weight": ("ffn_dim", "hidden_dim"),
     "mlp.down_proj.weight": ("hidden_dim", "ffn_dim"),
 }
+
+_QK_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 
 def tensor_shapes(config):
@@ -167,13 +171,14 @@ def tensor_shapes(config):
     dims = {
         "hidden_dim": config.hidden_dim,
         "ffn_dim": config.ffn_dim,
+        "head_dim": config.head_dim,
         "q_dim": config.n_heads * config.head_dim,
         "kv_dim": config.kv_dim,
     }
     shapes = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_dim)}
     for layer in range(config.n_layers):
         for suffix, fields in _LAYER.items():
-            if config.qkv_bias or not suffix.endswith(".bias"):
+            if (config.qkv_bias or not suffix.endswith(".bias")) and (config.qk_norm or suffix not in _QK_NORMS):
                 shapes[f"model.layers.{layer}.{suffix}"] = tuple(dims[field] for field in fields)
     shapes["model.norm.weight"] = (config.hidden_dim,)
     if not config.tied_embeddings:
@@ -224,6 +229,8 @@ def check_config(path, config, n_tensors):
         refuse(f"RoPE frequency factors are {config.rope_low_freq_factor} (low) and {config.rope_high_freq_factor} (high)")
     if not 1 <= config.rope_original_context_len < 2**31:
         refuse(f"rope_original_context_len is {config.rope_original_context_len}, outside [1, 2**31)")
+    if config.sliding_window is not None and not 1 <= config.sliding_window < 2**31:
+        refuse(f"sliding_window is {config.sliding_window}, outside [1, 2**31)")
     factors = config.rope_freq_factors
     if factors is not None:
         if len(factors) != config.rope_dim // 2:

@@ -11,6 +11,8 @@ For each name in ``tiny.GOLDEN_CASES`` the file holds
     <name>/rows    int64 [m]             positions kept
     <name>/logits  float32 [m, vocab]    logits at these positions: float32 weights, eager attention
 
+Names that the file holds already stay as they are: delete it to make all anew.
+
 The models are written as Hugging Face directories, in the case's own spelling of the
 configuration, and read back by transformers. ``tiny.golden_cases()`` reads the result.
 """
@@ -38,8 +40,10 @@ def logits_of(config, seed, spelling, tokens):
 
 
 def main():
-    arrays = {}
+    arrays = dict(np.load(tiny.GOLDEN)) if tiny.GOLDEN.exists() else {}
     for name, (config, seed, spelling, n_tokens, rows) in tiny.GOLDEN_CASES.items():
+        if f"{name}/logits" in arrays:
+            continue
         tokens = np.random.default_rng(seed + 1000).integers(0, config.vocab_size, n_tokens)
         logits = logits_of(config, seed, spelling, tokens)
         rows = np.array(rows)
