@@ -52,6 +52,7 @@ from pagedkv.ops import PackedWeight, dot, exp, kv_cache_append, matmul, pack, r
 from pagedkv.pool import BlockPool
 from pagedkv.rope import rope_inv_freq
 from pagedkv.sampling import Sampling
+from pagedkv.scoring import Score, score
 from pagedkv.sequence import PagedKVIndices, Sequence, SequenceHeader, paged_kv_indices
 from pagedkv.tokenizer import Tokenizer
 
