@@ -624,10 +624,16 @@ cdef class SequenceCore:
 
     def _held(self):
         """Length, and the ids of the blocks that hold rows (int32), both of one moment."""
+        cdef cnp.ndarray blocks
+        cdef int64_t n
         cdef pkv_seq *seq
         with self.lock():
             seq = self.enter()
-            return seq.seq_len, self.block_table[:pkv_blocks_for(seq.seq_len, seq.pool.block_size)]
+            n = pkv_blocks_for(seq.seq_len, seq.pool.block_size)
+            blocks = np.empty(n, np.int32)
+            if n:
+                memcpy(cnp.PyArray_DATA(blocks), seq.block_table, n * sizeof(int32_t))
+            return seq.seq_len, blocks
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -57,12 +57,14 @@ class PagedKVLM(TemplateLM):
 
     Examples
     --------
-    >>> import lm_eval, pagedkv.lm_eval                                           # doctest: +SKIP
-    >>> lm_eval.simple_evaluate("pagedkv", "pretrained=smollm2-135m,kv_dtype=float16", tasks=["arc_easy"])  # doctest: +SKIP
+    >>> import lm_eval, pagedkv.lm_eval                                               # doctest: +SKIP
+    >>> arguments = "pretrained=smollm2-135m,kv_dtype=float16"
+    >>> lm_eval.simple_evaluate("pagedkv", arguments, tasks=["arc_easy"])["results"]  # doctest: +SKIP
     """
 
-    def __init__(self, pretrained, weights="auto", compute="float32", kv_dtype="float32", n_tokens=None, max_length=None,
-                 max_gen_toks=256, seed=0, batch_size=None, max_batch_size=None, device=None):  # fmt: skip
+    def __init__(self, pretrained, weights="auto", compute="float32", kv_dtype="float32", n_tokens=None,
+                 max_length=None, max_gen_toks=256, seed=0, batch_size=None, max_batch_size=None,
+                 device=None):  # fmt: skip
         super().__init__()
         self.model = pretrained if isinstance(pretrained, LlamaModel) else LlamaModel.load(pretrained, weights, compute)
         self.tokenizer = self.model.tokenizer
@@ -106,7 +108,8 @@ class PagedKVLM(TemplateLM):
         for (_, text), context, continuation in requests:
             # The last token is not fed, so a row more than max_length tokens fit.
             if len(continuation) > self.max_length:
-                raise ValueError(f"the continuation {text[:40]!r} has {len(continuation)} tokens; {self.max_length} fit")
+                raise ValueError(f"the continuation {text[:40]!r} has {len(continuation)} tokens; "
+                                 f"{self.max_length} fit")
             pairs.append((context[-(self.max_length + 1 - len(continuation)):], continuation))
         return self._score(pairs, disable_tqdm, lambda i, result: self.cache_hook.add_partial(
             "loglikelihood", requests[i][0], result))  # fmt: skip

@@ -114,8 +114,8 @@ def _log_sum_exp(logits):
 def score(model, pairs, pool=None, step_rows=STEP_ROWS):
     """Log-probabilities of continuations, each after its context.
 
-    Tokens that several pairs begin with, contexts or parts of them, are computed once and shared by fork; what the pairs
-    go on with is computed in batches. The results are those of scoring each pair alone, to the last bit.
+    Tokens that several pairs begin with, contexts or parts of them, are computed once and shared by fork; what the
+    pairs go on with is computed in batches. The results are those of scoring each pair alone, to the last bit.
 
     Parameters
     ----------
@@ -169,7 +169,8 @@ def score(model, pairs, pool=None, step_rows=STEP_ROWS):
         for ids in (context, continuation):
             wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
             if wrong.size:
-                raise TokenError(f"token {ids[wrong[0]]} of pair {i} is outside [0, {vocab_size})", (Flv4Status.FLV4_ERR_TOKEN,))
+                raise TokenError(f"token {ids[wrong[0]]} of pair {i} is outside [0, {vocab_size})",
+                                 (Flv4Status.FLV4_ERR_TOKEN,))
     # The last token of a continuation is never fed, and a pair without one needs no row at all.
     rows = [np.concatenate([context, continuation[:-1]]) if len(continuation) else continuation
             for context, continuation in pairs]  # fmt: skip

@@ -116,8 +116,8 @@ class Sequence(SequenceCore):
 
         Notes
         -----
-        Another thread may append meanwhile: what is saved is the sequence as it was when the call began. The format is
-        safetensors, docs/formats.md has the details.
+        Another thread may append meanwhile (to a copy of a last block that is not full): what is saved is the sequence
+        as it was when the call began. The format is safetensors; docs/formats.md has the details.
 
         Examples
         --------
@@ -178,8 +178,9 @@ class Sequence(SequenceCore):
                 whose = "no named model" if header.model is None else repr(header.model)
                 raise FormatError(f"{path}: the rows are of {whose}, not of {name!r}")
             if (header.n_layers, header.kv_dim, header.dtype) != (pool.n_layers, pool.kv_dim, pool.dtype):
-                raise BadDimError(f"{path}: rows of {header.n_layers} layers of {header.kv_dim} values of {header.dtype}"
-                                  f", the pool holds {pool.n_layers} of {pool.kv_dim} of {pool.dtype}", _BAD_DIM)
+                raise BadDimError(f"{path}: rows of {header.n_layers} layers of {header.kv_dim} values of "
+                                  f"{header.dtype}, the pool holds {pool.n_layers} of {pool.kv_dim} of {pool.dtype}",
+                                  _BAD_DIM)
             return cls._filled(pool, max_tokens, header.n_tokens, lambda seq: saved.read_rows(seq._put_rows))
 
     @staticmethod

@@ -51,7 +51,8 @@ def logprob(model, context, continuation):
 def write_task(folder, name, docs, **fields):
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
     task = {"task": name, "dataset_path": "json", "test_split": "test", "metadata": {"version": 1},
-            "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")}, "cache_dir": str(folder / "cache")}}  # fmt: skip
+            "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")},
+                               "cache_dir": str(folder / "cache")}}  # fmt: skip
     (folder / f"{name}.yaml").write_text(json.dumps(task | fields))  # JSON is YAML
 
 
@@ -107,7 +108,8 @@ def test_it_is_registered_and_made_from_arguments(path):
 
 
 def test_loglikelihood(lm):
-    pairs = [("", " Hi"), ("Hi", " you"), ("Hi ", "you"), ("<beg>Hi", " you"), ("Say", " a longer thing"), ("Hi", " you")]
+    pairs = [("", " Hi"), ("Hi", " you"), ("Hi ", "you"), ("<beg>Hi", " you"), ("Say", " a longer thing"),
+             ("Hi", " you")]  # fmt: skip
     results = lm.loglikelihood(instances("loglikelihood", *pairs))
     assert results[1] == results[2] == results[3] == results[5]  # one space, one begin token
     assert all(type(total) is float and is_greedy is False for total, is_greedy in results)
@@ -138,7 +140,8 @@ def test_a_long_text_goes_in_windows(lm):
             + logprob(lm.model, ids[23:32], ids[32:]))  # fmt: skip
     got = short.loglikelihood_rolling(instances("loglikelihood_rolling", (text,), ("",), ("Hi",)))
     assert math.isclose(got[0], want, rel_tol=1e-12) and got[1] == 0
-    assert math.isclose(got[2], logprob(lm.model, [BEGIN], lm.tokenizer.encode("Hi", add_special_tokens=False)), rel_tol=1e-12)
+    hi = lm.tokenizer.encode("Hi", add_special_tokens=False)
+    assert math.isclose(got[2], logprob(lm.model, [BEGIN], hi), rel_tol=1e-12)
 
 
 def test_generation_ends_where_it_is_told(lm):
@@ -149,12 +152,14 @@ def test_generation_ends_where_it_is_told(lm):
     assert len(whole) > 5 and whole == text(max_tokens=30, until=["\0"], do_sample=False, temperature=0.7)
     assert text(max_new_tokens=4) == whole[:4] and text(max_gen_toks=30, until=None) == whole
     stop = whole[3:5]
-    assert text(max_gen_toks=30, until=stop) == whole[:whole.index(stop)] == text(max_gen_toks=30, until=["", "\0\0", stop])
+    assert text(max_gen_toks=30, until=stop) == whole[:whole.index(stop)]
+    assert text(max_gen_toks=30, until=["", "\0\0", stop]) == whole[:whole.index(stop)]
     assert lm.pool.n_free == lm.pool.n_blocks
     assert len(text("", max_gen_toks=2)) <= 2 and text("a" * 3000, max_gen_toks=5)
-    sampled = [text(max_gen_toks=20, do_sample=True, temperature=2.0) for _ in range(2)]
+    options = {"max_gen_toks": 20, "do_sample": True, "temperature": 2.0}
+    sampled = [text(**options) for _ in range(2)]
     assert sampled[0] == sampled[1] != whole
-    again = lm.generate_until(instances("generate_until", *[("Hi ", {"max_gen_toks": 20, "do_sample": True, "temperature": 2.0})] * 2))
+    again = lm.generate_until(instances("generate_until", *[("Hi ", options)] * 2))
     assert again[0] == sampled[0] != again[1]
     with pytest.raises(ValueError, match=r"\['num_beams'\] are not known"):
         text(num_beams=4)
@@ -165,7 +170,8 @@ def test_generation_ends_where_it_is_told(lm):
 def test_chat(lm):
     chat = [{"role": "user", "content": "Hi"}]
     assert lm.apply_chat_template(chat) == "<user>Hi<end>" and lm.chat_template(True) == lm.tokenizer.chat_template
-    assert lm.apply_chat_template([*chat, {"role": "assistant", "content": " So "}], add_generation_prompt=False) == "<user>Hi<end><user> So"
+    chat.append({"role": "assistant", "content": " So "})
+    assert lm.apply_chat_template(chat, add_generation_prompt=False) == "<user>Hi<end><user> So"
 
 
 def test_results_are_kept_by_the_cache(tmp_path, lm):

@@ -133,7 +133,8 @@ def write_saved(path, header, take):
         raise FileExistsError(f"{path} is not a regular file, and is not replaced")
     head = _head(_describe(header, header.tokens is not None)[0])
     tokens = b"" if header.tokens is None else np.asarray(header.tokens, "<i8").tobytes()
-    # Beside the target, so that the move stays within one file system. A new file's usual permissions: mkstemp's are not.
+    # Beside the target, so that the move stays within one file system; not by mkstemp, as its files are the owner's
+    # alone and this one should have a new file's usual permissions.
     unfinished = path.parent / f".pagedkv-{secrets.token_hex(8)}.tmp"
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
