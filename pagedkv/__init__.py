@@ -52,7 +52,8 @@ from pagedkv.model import LlamaModel
 from pagedkv.ops import PackedWeight, dot, exp, kv_cache_append, matmul, pack, rmsnorm, rope, softmax, swiglu
 from pagedkv.pool import BlockPool
 from pagedkv.rope import rope_inv_freq
-from pagedkv.sequence import Sequence
+from pagedkv.scoring import Score, score
+from pagedkv.sequence import PagedKVIndices, Sequence, SequenceHeader, paged_kv_indices
 from pagedkv.tokenizer import Tokenizer
 
 __version__ = "0.1.0"

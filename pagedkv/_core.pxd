@@ -88,6 +88,11 @@ cdef extern from "pagedkv/pool.h" nogil:
     pkv_status pkv_advance(pkv_seq *seq, int64_t n)
     pkv_status pkv_gather_head(const pkv_seq *seq, int64_t layer, int64_t kv_head, int64_t head_dim, int64_t total_k,
                                float *k_out, float *v_out)
+    ctypedef enum pkv_part:
+        PKV_PART_K, PKV_PART_V, PKV_PART_K_SCALE, PKV_PART_V_SCALE
+    int64_t pkv_part_nbytes(const pkv_pool *pool, pkv_part part)
+    pkv_status pkv_copy_stored(pkv_seq *seq, pkv_part part, int64_t layer, int64_t begin, int64_t n,
+                               unsigned char *rows, bint put)
 
 
 cdef extern from "pagedkv/int8_scalar.h" nogil:
@@ -240,6 +245,7 @@ cdef class SequenceCore:
     cdef readonly PoolCore pool
     cdef object lock(self)
     cdef pkv_seq *enter(self) except NULL
+    cdef copy_stored(self, str part, int64_t layer, int64_t begin, const unsigned char[:, ::1] rows, bint put)
 
 
 cdef class Arena:

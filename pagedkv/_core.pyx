@@ -194,6 +194,10 @@ KV_DTYPES = {"float32": PKV_F32, "float16": PKV_F16, "bfloat16": PKV_BF16, "q8_0
 cdef dict KV_VIEWS = {PKV_F32: np.float32, PKV_F16: np.float16, PKV_BF16: np.uint16, PKV_Q8_0: np.int8}
 
 
+# What a row is stored as; the scales are q8_0's alone.
+KV_PARTS = {"k": PKV_PART_K, "v": PKV_PART_V, "k_scale": PKV_PART_K_SCALE, "v_scale": PKV_PART_V_SCALE}
+
+
 def kv_group(str dtype):
     """Values that share a scale; 1 without scales."""
     return pkv_kv_group(KV_DTYPES[dtype])
@@ -202,6 +206,11 @@ def kv_group(str dtype):
 def kv_row_nbytes(str dtype, int64_t kv_dim):
     """Bytes of one row of K (or V)."""
     return pkv_kv_row_nbytes(KV_DTYPES[dtype], kv_dim)
+
+
+def kv_scales_nbytes(str dtype, int64_t kv_dim):
+    """Bytes of the scales among them."""
+    return pkv_kv_scales_nbytes(KV_DTYPES[dtype], kv_dim)
 
 
 @cython.no_gc_clear      # the sequences of a collected cycle still need the lock and the pool
@@ -564,6 +573,81 @@ cdef class SequenceCore:
                 raise error(f"layer {layer} or head {kv_head} of {head_dim} is outside {seq.pool.n_layers} "
                             f"layers of {seq.pool.kv_dim}", (PkvStatus(status),))
         return k, v
+
+    def export(self, int64_t head_dim):
+        """All rows as one array, whatever the pool's type and blocks; a copy.
+
+        Returns
+        -------
+        numpy.ndarray
+            float32 ``[n_layers, 2, n_kv_heads, len, head_dim]``, C-contiguous: K, then V, of each layer. ``n_kv_heads``
+            is ``kv_dim // head_dim``. :meth:`import_` is the way back.
+
+        Raises
+        ------
+        BadDimError
+            `head_dim` does not divide the pool's kv_dim, or the groups of q8_0 do not divide it.
+        """
+        cdef cnp.ndarray out
+        cdef float *k
+        cdef int64_t n_heads, layer, head, head_floats
+        cdef pkv_seq *seq
+        with self.lock():
+            seq = self.enter()
+            if head_dim <= 0 or seq.pool.kv_dim % head_dim:
+                raise error(f"head_dim {head_dim} does not divide the pool's kv_dim {seq.pool.kv_dim}",
+                            (PkvStatus.PKV_ERR_BAD_DIM,))
+            check_head_dim(seq.pool, head_dim, (PkvStatus.PKV_ERR_BAD_DIM,))
+            n_heads, head_floats = seq.pool.kv_dim // head_dim, seq.seq_len * head_dim
+            out = np.empty((seq.pool.n_layers, 2, n_heads, seq.seq_len, head_dim), np.float32)
+            k = <float *>cnp.PyArray_DATA(out)
+            with nogil:
+                for layer in range(seq.pool.n_layers):
+                    for head in range(n_heads):
+                        pkv_gather_head(seq, layer, head, head_dim, seq.seq_len, k, k + n_heads * head_floats)
+                        k += head_floats
+                    k += n_heads * head_floats
+        return out
+
+    cdef copy_stored(self, str part, int64_t layer, int64_t begin, const unsigned char[:, ::1] rows, bint put):
+        cdef pkv_part kind = KV_PARTS[part]
+        cdef int64_t n = rows.shape[0]
+        cdef pkv_seq *seq
+        cdef pkv_status status
+        with self.lock():
+            seq = self.enter()
+            if rows.shape[1] != pkv_part_nbytes(seq.pool, kind):
+                raise error(f"a row of {part} is {pkv_part_nbytes(seq.pool, kind)} bytes, not {rows.shape[1]}",
+                            (PkvStatus.PKV_ERR_BAD_DIM,))
+            if n == 0 or rows.shape[1] == 0:
+                return
+            with nogil:
+                status = pkv_copy_stored(seq, kind, layer, begin, n, <unsigned char *>&rows[0, 0], put)
+            if status != PKV_OK:
+                raise error(f"rows [{begin}, {begin + n}) of layer {layer} are not there: {seq.seq_len} rows in "
+                            f"{seq.n_blocks} blocks of {seq.pool.block_size}, {seq.pool.n_layers} layers",
+                            (PkvStatus(status),))
+
+    def _take_rows(self, str part, int64_t layer, int64_t begin, unsigned char[:, ::1] rows):
+        """Copy rows from `begin` on of "k", "v", "k_scale" or "v_scale" into `rows`, the bytes as they are stored."""
+        self.copy_stored(part, layer, begin, rows, False)
+
+    def _put_rows(self, str part, int64_t layer, int64_t begin, const unsigned char[:, ::1] rows):
+        """The way back, into rows that are reserved and not yet counted."""
+        self.copy_stored(part, layer, begin, rows, True)
+
+    def _held(self):
+        """Length, and the ids of the blocks that hold rows (int32), both of one moment."""
+        cdef cnp.ndarray blocks
+        cdef int64_t n
+        cdef pkv_seq *seq
+        with self.lock():
+            seq = self.enter()
+            n = pkv_blocks_for(seq.seq_len, seq.pool.block_size)
+            blocks = np.empty(n, np.int32)
+            if n:
+                memcpy(cnp.PyArray_DATA(blocks), seq.block_table, n * sizeof(int32_t))
+            return seq.seq_len, blocks
 
 
 def blocks_needed(list seqs, list n_new):

@@ -1,5 +1,7 @@
 """A Llama-family model: weights packed at load, and one primitive, step."""
 
+import dataclasses
+import hashlib
 import operator
 import os
 from pathlib import Path
@@ -13,6 +15,10 @@ from pagedkv.pool import BlockPool
 from pagedkv.rope import rope_inv_freq
 from pagedkv.sequence import Sequence
 from pagedkv.tokenizer import Tokenizer
+
+
+# Part of a model's fingerprint: to be counted up when a change to the canonical order changes bits.
+_ARITHMETIC = 1
 
 
 def _token_array(tokens):
@@ -105,6 +111,25 @@ class _Matrix:
         return packed
 
 
+def _fingerprint(file, compute):
+    """See :attr:`LlamaModel.fingerprint`."""
+    # Fields at their default are left out, so that a later field does not change the models that lack it.
+    fields = {f.name: getattr(file.config, f.name) for f in dataclasses.fields(file.config)
+              if f.name not in ("context_len", "bos_token_id", "eos_token_ids")
+              and getattr(file.config, f.name) != f.default}  # fmt: skip
+    digest = hashlib.sha256(repr((_ARITHMETIC, compute, sorted(fields.items()))).encode())
+    for name in file.names():
+        tensor = file.tensor(name)
+        raw = tensor.raw
+        digest.update(repr((name, tensor.dtype, tensor.shape, tensor.row_order is None)).encode())
+        digest.update(raw[:4096].tobytes() + raw[-4096:].tobytes())
+        # Sums modulo 2**64 of 512 columns: all bytes take part, at the memory's speed.
+        n_whole = raw.size // 4096 * 4096
+        digest.update(raw[:n_whole].view(np.uint64).reshape(-1, 512).sum(0).tobytes())
+    config = file.config
+    return f"{config.family}-{config.n_layers}x{config.hidden_dim}-{compute}-{digest.hexdigest()[:32]}"
+
+
 def kv_token_nbytes(config, dtype):
     """Bytes of one token's K and V in all layers; :class:`BadDimError` where a pool cannot hold them as `dtype`."""
     chain = (_core.PkvStatus.PKV_ERR_BAD_DIM,)
@@ -127,6 +152,12 @@ class LlamaModel:
     Attributes
     ----------
     config : LlamaConfig
+    fingerprint : str
+        Names the model by what its K, V and logits depend on, the same in each process: the configuration (not
+        ``context_len`` or the begin and end tokens), `compute`, this library's order of sums, and the file's tensors,
+        each by name, type, shape and sums over all its bytes. The sums find any one change and any honest difference;
+        they are no proof against forgery. Equal for both kinds of `weights`; another for the same weights in another
+        type or format.
 
     Examples
     --------
@@ -139,8 +170,9 @@ class LlamaModel:
     ' Paris'
     """
 
-    def __init__(self, config, core, source):
+    def __init__(self, config, core, source, fingerprint):
         self.config = config
+        self.fingerprint = fingerprint
         self._core = core
         self._source = source
         self._tokenizer = None
@@ -230,7 +262,7 @@ class LlamaModel:
                                  config.rope_original_context_len, config.rope_freq_factors)
         core = _core.ModelCore(config, inv_freq, layers, vector("model.norm.weight"), embedding, head,
                                compute == "int8")
-        return cls(config, core, (file.path.resolve(), file.metadata))
+        return cls(config, core, (file.path.resolve(), file.metadata), _fingerprint(file, compute))
 
     @property
     def compute(self):

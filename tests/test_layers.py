@@ -9,7 +9,8 @@ import pagedkv
 PACKAGE = Path(pagedkv.__file__).parent
 LAYERS = [{"errors"}, {"_core"}, {"threads", "config", "rope"},
           {"pool", "sequence", "ops", "attention", "formats", "hub", "tokenizer", "chat"},
-          {"model"}, {"engine", "generate", "batch"}, {"__init__"}, {"bench"}, {"cli", "__main__"}]  # fmt: skip
+          {"model"}, {"engine", "generate", "batch", "scoring"}, {"__init__"}, {"bench", "lm_eval"},
+          {"cli", "__main__"}]  # fmt: skip
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 

@@ -445,4 +445,38 @@ static inline pkv_status pkv_gather_head(const pkv_seq *seq, int64_t layer, int6
     return PKV_OK;
 }
 
+/* What a row is stored as: its K, its V and, for q8_0, the scales of each. */
+typedef enum pkv_part { PKV_PART_K, PKV_PART_V, PKV_PART_K_SCALE, PKV_PART_V_SCALE } pkv_part;
+
+/* Bytes of one row of a part. */
+static inline int64_t pkv_part_nbytes(const pkv_pool *pool, pkv_part part) {
+    return part == PKV_PART_K || part == PKV_PART_V ? pool->kv_dim * pkv_kv_value_nbytes(pool->dtype)
+                                                    : pkv_kv_scales_nbytes(pool->dtype, pool->kv_dim);
+}
+
+/* Copy rows [begin, begin + n) of one layer's part as they are stored: out of the blocks into rows
+ * [n, pkv_part_nbytes], or (put) from there into the blocks. The rows of a block lie together. BOUNDS: a layer or rows
+ * that are not there; rows to be put must be reserved past seq_len, in blocks that seq alone owns. */
+static inline pkv_status pkv_copy_stored(pkv_seq *seq, pkv_part part, int64_t layer, int64_t begin, int64_t n,
+                                         uint8_t *rows, int put) {
+    if (!seq)
+        return PKV_ERR_NULL;
+    const pkv_pool *pool = seq->pool;
+    if (layer < 0 || layer >= pool->n_layers || n <= 0 || begin < (put ? seq->seq_len : 0) ||
+        begin > INT64_MAX - n || (!put && begin + n > seq->seq_len))
+        return PKV_ERR_BOUNDS;
+    if (put && pkv_check_writable(seq, begin + n - seq->seq_len) != PKV_OK)
+        return PKV_ERR_BOUNDS;
+    int64_t row_nbytes = pkv_part_nbytes(pool, part), run;
+    int scales = part == PKV_PART_K_SCALE || part == PKV_PART_V_SCALE;
+    uint8_t *base = part == PKV_PART_K || part == PKV_PART_K_SCALE ? pool->k : pool->v;
+    for (int64_t t = begin; t < begin + n; t += run, rows += run * row_nbytes) {
+        run = pkv_min(pool->block_size - t % pool->block_size, begin + n - t);
+        pkv_slot slot = pkv_seq_slot(seq, layer, t);
+        uint8_t *stored = base + (scales ? slot.scales : slot.values);
+        memcpy(put ? stored : rows, put ? rows : stored, (size_t)(run * row_nbytes));
+    }
+    return PKV_OK;
+}
+
 #endif
