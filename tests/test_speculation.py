@@ -1,16 +1,18 @@
 """Speculation: whatever is guessed, outputs equal those without."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from promise_rows import real_model
 from test_engine import Failing, alone, assert_idle, ids, letters_only, model, one_thread, requests, run  # noqa: F401
+from tiny import tiny_config, tiny_tensors, write_hf
 
 import pagedkv as pk
 from pagedkv import LLM, SamplingParams
-from pagedkv.engine.speculation import Drafter, NgramDrafter
+from pagedkv.engine.speculation import Drafter, ModelDrafter, NgramDrafter
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
@@ -250,14 +252,90 @@ def test_the_number_of_drafts_follows_what_was_accepted():
 
 
 @pytest.mark.parametrize("speculative, message", [
-    ("magic", "'ngram'.*not 'magic'"), ({}, "not None"), (3, "not 3"), ({"method": "eagle"}, "not 'eagle'"),
-    ({"method": "ngram", "depth": 2}, "speculative has 'depth'"),
+    ("magic", "'ngram' or 'draft_model', not 'magic'"), ({}, "not None"), (3, "not 3"),
+    ({"method": "eagle"}, "not 'eagle'"),
+    ({"method": "ngram", "depth": 2}, "speculative has 'depth'"), ({"method": "draft_model"}, "needs a model"),
+    ({"method": "ngram", "model": "x"}, "speculative has 'model'"),
     ({"method": "ngram", "num_speculative_tokens": 0}, "at least 1, not 0"),
     ({"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 3}, "at most prompt_lookup_max, 2, not 3"),
 ])  # fmt: skip
 def test_options_are_checked(model, speculative, message):
     with pytest.raises(ValueError, match=message):
         LLM(model, n_blocks=8, speculative=speculative)
+
+
+# ---- Draft models -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory):
+    """Another model of the same size of vocabulary, without a tokenizer, and with less context."""
+    config = tiny_config(vocab_size=272, context_len=64, n_layers=1, tied_embeddings=False)
+    return pk.LlamaModel.load(write_hf(tmp_path_factory.mktemp("model") / "s", config, tiny_tensors(config, seed=5)))
+
+
+@pytest.mark.parametrize("options", [{}, {"n_blocks": 9}, {"n_blocks": 9, "enable_prefix_caching": False},
+                                     {"max_num_batched_tokens": 5}, {"max_num_seqs": 2}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("name", ["itself", "stranger"])
+def test_draft_models(model, stranger, mixed, name, options):
+    prompts, params, want = mixed
+    draft = model if name == "itself" else stranger
+    got, llm = run(model, prompts, params, speculative={"model": draft, "num_speculative_tokens": 6}, **options)
+    assert got == want
+    stats, pool = llm.stats(), llm._engine.scheduler.drafter.pool
+    assert pool.n_free == pool.n_blocks
+    assert stats["drafted"] > 10
+    if name == "stranger":
+        assert stats["accepted"] < 0.2 * stats["drafted"]
+    if options.get("n_blocks") == 9:
+        assert stats["preemptions"] > 0
+
+
+def test_a_draft_model_like_the_model_is_always_right(model):
+    """Sampled tokens too: both draw with the same random number."""
+    prompts = [ids(i, 5 + 9 * i) for i in range(4)]
+    params = [SamplingParams(temperature=i, seed=i, n=1 + i % 2, max_tokens=32, ignore_eos=True) for i in range(4)]
+    want, plain = run(model, prompts, params)
+    got, llm = run(model, prompts, params, speculative=model)
+    assert got == want
+    assert llm.stats()["accepted"] == llm.stats()["drafted"] and llm.stats()["steps"] < plain.stats()["steps"] / 2
+
+
+def test_a_draft_pool_that_is_too_small(model, mixed):
+    prompts, params, want = mixed
+    for n_tokens in (16, 48, 64):
+        drafter = ModelDrafter(model, model.new_pool(n_tokens=n_tokens))
+        got, llm = run_with(model, drafter, prompts, params)
+        assert got == want and drafter.pool.n_free == drafter.pool.n_blocks and not drafter._held
+        assert (llm.stats()["drafted"] > 0) == (n_tokens > 16)
+
+
+@pytest.mark.parametrize("n", [1, 4, 9])
+def test_a_draft_model_that_fails(model, stranger, mixed, monkeypatch, n):
+    prompts, params, want = mixed
+    llm = LLM(model, n_blocks=24, speculative=stranger)
+    pool = llm._engine.scheduler.drafter.pool
+    with monkeypatch.context() as patch:
+        patch.setattr(stranger, "step", Failing(stranger.step, n, KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, params, use_tqdm=False)
+    assert_idle(llm)
+    assert pool.n_free == pool.n_blocks
+    outs = llm.generate(prompts, params, use_tqdm=False)
+    assert [(out.outputs, out.prompt_logprobs) for out in outs] == want
+    assert pool.n_free == pool.n_blocks
+
+
+def test_draft_models_of_another_vocabulary(model, tmp_path):
+    config = tiny_config(vocab_size=128)
+    small = pk.LlamaModel.load(write_hf(tmp_path / "small", config, tiny_tensors(config)))
+    with pytest.raises(ValueError, match="the draft model has 128 tokens in its vocabulary, the model 272"):
+        LLM(model, n_blocks=8, speculative=small)
+    config = tiny_config(vocab_size=272)
+    other = pk.LlamaModel.load(write_hf(tmp_path / "other", config, tiny_tensors(config)))
+    other._tokenizer = SimpleNamespace(id_to_token=lambda i: "x" if i == 7 else model.tokenizer.id_to_token(i))
+    with pytest.raises(ValueError, match="token 7 is 'x' in the draft model's vocabulary, '"):
+        LLM(model, n_blocks=8, speculative={"model": other, "method": "draft_model"})
 
 
 # ---- Exceptions ---------------------------------------------------------------------------------

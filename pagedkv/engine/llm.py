@@ -38,10 +38,12 @@ class LLM:
         Rows of a step: decodes and chunks of prompts together. 512 is what the core computes in one pass.
     enable_prefix_caching : bool
         Keep the rows of full blocks for later prompts that begin alike.
-    speculative : str or dict, optional
-        ``"ngram"``: guess that what followed the last tokens before, in the prompt or in the text, follows again, and
-        check several guesses in one step. Faster where a text repeats itself, and the same text, whatever is guessed.
-        A dict has vLLM's names: ``method``, ``num_speculative_tokens``, ``prompt_lookup_max``, ``prompt_lookup_min``.
+    speculative : str, LlamaModel or dict, optional
+        Guess tokens to come and check several in one step: faster where guesses are right, and the same text, whatever
+        they are. ``"ngram"``: what followed the last tokens before, in the prompt or in the text, follows again; for
+        texts that repeat themselves. A model: what it says; it needs the same vocabulary, and to be much faster. A dict
+        has vLLM's names: ``method`` (``"ngram"``, ``"draft_model"``), ``model``, ``num_speculative_tokens``,
+        ``prompt_lookup_max``, ``prompt_lookup_min``.
     num_threads : int, optional
         As of :func:`pagedkv.set_num_threads`, which holds for the process.
     seed : int
@@ -75,8 +77,8 @@ class LLM:
         if not isinstance(model, LlamaModel):
             model = LlamaModel.load(model)
         max_num_seqs = operator.index(max_num_seqs)
-        drafter = read_speculative(speculative, model)
         pool = model.new_pool(n_blocks=n_blocks, block_size=block_size, dtype=kv_dtype, n_seqs=max_num_seqs)
+        drafter = read_speculative(speculative, model, pool.n_blocks * pool.block_size, pool.block_size)
         self._engine = Engine(model, pool, max_num_seqs, operator.index(max_num_batched_tokens), enable_prefix_caching,
                               seed, drafter)  # fmt: skip
         self._lock = threading.Lock()  # held for a step, and while requests come and go
