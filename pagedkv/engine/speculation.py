@@ -13,7 +13,7 @@ from pagedkv.model import LlamaModel
 # a step of its own; past some 32 it costs its arithmetic, drafted or decoded, and can save nothing.
 DRAFT_STEP_ROWS = 32
 # Drafts of a sample that has just begun.
-FIRST_DRAFTS = 3
+FIRST_DRAFTS = 2
 
 
 class Drafter:
@@ -74,7 +74,7 @@ class NgramDrafter(Drafter):
     method is prompt lookup decoding (Saxena 2023), the names are vLLM's.
     """
 
-    def __init__(self, num_speculative_tokens=16, prompt_lookup_max=5, prompt_lookup_min=2):
+    def __init__(self, num_speculative_tokens=16, prompt_lookup_max=5, prompt_lookup_min=3):
         super().__init__(num_speculative_tokens)
         self.prompt_lookup_max = operator.index(prompt_lookup_max)
         self.prompt_lookup_min = operator.index(prompt_lookup_min)
