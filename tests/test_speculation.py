@@ -181,16 +181,30 @@ def test_drafts_take_what_nobody_needs(model):
     prompts = [ids(i, 14) for i in range(4)]
     params = [SamplingParams(temperature=0, seed=i, max_tokens=34, ignore_eos=True) for i in range(4)]
     want, _ = run(model, prompts, params)
-    for n_blocks in (12, 13, 16):  # each needs three in the end
+    for n_blocks, kind in ((12, "wrong"), (13, "long"), (16, "wrong"), (16, "long")):  # each needs three in the end
         plain = run(model, prompts, params, n_blocks=n_blocks)[1].stats()["preemptions"]
         llm = LLM(model, n_blocks=n_blocks, max_num_batched_tokens=11)
-        llm._engine.scheduler.drafter = Oracle(texts_of(params, want), "wrong", 30)
+        llm._engine.scheduler.drafter = Oracle(texts_of(params, want), kind, 30)
         steps = watch(llm)
         outs = llm.generate(prompts, params, use_tqdm=False)
         assert [out.outputs for out in outs] == [outputs for outputs, _ in want]
         assert llm.stats()["preemptions"] == plain == 0
         assert max(sum(len(tokens) for _, tokens in rows) for rows in steps) <= 11
         assert all(before + len(tokens) <= 14 + 34 - 1 for rows in steps for before, tokens in rows)
+
+
+def test_samples_that_fork_from_a_cached_prompt(model):
+    """Their first tokens come of one row, which carries no drafts of any of them."""
+    prompt, params = ids(4, 17), SamplingParams(temperature=0, seed=0, n=3, max_tokens=12, ignore_eos=True)
+    want, _ = run(model, [prompt], [params])
+    llm = LLM(model, n_blocks=64)
+    llm._engine.scheduler.drafter = Oracle(texts_of([params], want), "right", 4)
+    steps = watch(llm)
+    for _ in range(2):
+        steps.clear()
+        assert llm.generate([prompt], params, use_tqdm=False)[0].outputs == want[0][0]
+        assert_idle(llm)
+    assert [len(tokens) for _, tokens in steps[0]] == [1]
 
 
 def test_right_drafts_save_steps(model):
