@@ -324,6 +324,15 @@ def test_a_draft_pool_that_is_too_small(model, mixed):
         assert (llm.stats()["drafted"] > 0) == (n_tokens > 16)
 
 
+def test_a_draft_model_with_less_context(model, stranger):
+    """It drafts while its 64 tokens last, and the text goes on."""
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    for n_prompt, drafts in ((50, True), (90, False)):
+        want, _ = run(model, [ids(1, n_prompt)], [params])
+        got, llm = run(model, [ids(1, n_prompt)], [params], speculative=stranger)
+        assert got == want and (llm.stats()["drafted"] > 0) == drafts
+
+
 @pytest.mark.parametrize("n", [1, 4, 9])
 def test_a_draft_model_that_fails(model, stranger, mixed, monkeypatch, n):
     prompts, params, want = mixed
