@@ -28,9 +28,12 @@ class Engine:
     enable_prefix_caching : bool
     seed : int
         Of the seeds that requests without one get.
+    drafter : Drafter, optional
+        Proposes tokens that the steps check.
     """
 
-    def __init__(self, model, pool, max_num_seqs, max_num_batched_tokens, enable_prefix_caching=True, seed=0):
+    def __init__(self, model, pool, max_num_seqs, max_num_batched_tokens, enable_prefix_caching=True, seed=0,
+                 drafter=None):
         for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
@@ -39,13 +42,14 @@ class Engine:
         # The last token of a text is never fed, so its row takes no place.
         self.max_model_len = min(model.config.context_len, pool.n_blocks * pool.block_size + 1)
         self.cache = PrefixCache(pool, enable_prefix_caching)
-        self.scheduler = Scheduler(pool, self.cache, max_num_seqs, max_num_batched_tokens, model.config.context_len)
+        self.scheduler = Scheduler(pool, self.cache, max_num_seqs, max_num_batched_tokens, model.config.context_len,
+                                   drafter)  # fmt: skip
         self.sampler = Sampler(model.config.vocab_size, self.tokenizer)
         self._end_ids = frozenset(model.config.eos_token_ids)
         if self.tokenizer is not None:
             self._end_ids |= frozenset(self.tokenizer.eos_token_ids)
         self._end_ids = frozenset(token for token in self._end_ids if 0 <= token < model.config.vocab_size)
-        self._n_requests = self._n_tokens = self._n_steps = 0
+        self._n_requests = self._n_tokens = self._n_steps = self._n_drafted = self._n_accepted = 0
         self._busy_s = 0.0
         self._torn = None  # the request that takes a token just now
 
@@ -147,7 +151,7 @@ class Engine:
         """After an exception anywhere in a step: nothing runs, and who has not ended waits to be computed anew."""
         scheduler = self.scheduler
         requests = {sample.request.number: sample.request
-                    for sample in (*scheduler.running, *scheduler.waiting, *(sample for sample, _ in rows))}
+                    for sample in (*scheduler.running, *scheduler.waiting, *(sample for sample, *_ in rows))}
         scheduler.reset()
         if self._torn is not None:  # its last token may be half there
             self._torn.end("error", error)
@@ -161,36 +165,30 @@ class Engine:
                     scheduler.add(sample)
 
     def _run(self, rows):
-        # Rows of logits: for the prompt's log-probabilities those of all its tokens, else the last where it is reached.
-        counts = [n if sample.needs_prompt_logits else int(n == sample.n_pending) for sample, n in rows]
+        # Rows of logits: for the prompt's log-probabilities those of all its tokens, else those that tokens are drawn
+        # from, the last pending one's and the drafts'.
+        counts = [n if sample.needs_prompt_logits else 1 + len(drafts) if n == sample.n_pending else 0
+                  for sample, n, drafts in rows]
         batch = []
-        for sample, n in rows:
+        for sample, n, drafts in rows:
             first = len(sample.seq)
-            batch.append((sample.seq, np.array(sample.tokens[first:first + n], np.int64)))
+            batch.append((sample.seq, np.array(sample.tokens[first:first + n] + drafts, np.int64)))
         logits = self.model.step(batch, n_logits=counts, out=self.sampler.rows(sum(counts)))
         self._n_steps += 1
 
         wanted, end = [], 0
-        for (sample, n), count in zip(rows, counts):
+        for (sample, _, drafts), count in zip(rows, counts):
             end += count
             if sample.needs_prompt_logits:
                 self._add_prompt_logprobs(sample, logits[end - count:end])
+            if sample.n_pending == -len(drafts):
+                wanted += [(end - 1 - len(drafts), each, drafts) for each in self._drawn_with(sample)]
+        requests = self._draw(logits, wanted)
+        for sample, _, drafts in rows:
+            if drafts:
+                self._take_back(sample, drafts)
             self.cache.extend(sample.path, sample.tokens, sample.seq)
-            if sample.n_pending == 0:
-                wanted += [(end - 1, each) for each in self._drawn_with(sample)]
-        drawn = self.sampler.draw(logits, wanted)
-
-        requests = {}
-        for (_, sample), (token, logprobs) in zip(wanted, drawn):
-            request = requests.setdefault(sample.request.number, sample.request)
-            if token < 0:
-                request.error = ValueError("the model's logits hold NaN, or no finite maximum")
-            elif request.error is None:
-                self._torn = request
-                sample.append(token, logprobs)
-                self._torn = None
-                self._n_tokens += 1
-        for request in requests.values():
+        for request in requests:
             if request.error is not None:
                 self.abort(request, "error", request.error)
                 continue
@@ -198,7 +196,52 @@ class Engine:
             for sample in request.samples:
                 if sample.finish_reason is not None:
                     self.scheduler.remove(sample)
+        return requests
+
+    def _draw(self, logits, wanted):
+        """Give samples their tokens: the next one, and while it is the draft, the one after.
+
+        A draft's row was computed after the very tokens that plain decoding would have fed, and the token is drawn
+        from it as plain decoding would: what a draft is decides only how many tokens a step gives.
+
+        Parameters
+        ----------
+        logits : numpy.ndarray
+        wanted : list of (int, Sample, list of int)
+            The row of the next token, and the drafts whose rows follow it.
+
+        Returns
+        -------
+        list of Request
+            Those of the samples, each once; with an error where a row held no numbers.
+        """
+        requests, place = {}, 0
+        while wanted:
+            drawn = self.sampler.draw(logits, [(row + place, sample) for row, sample, _ in wanted])
+            further = []
+            for each, (token, logprobs) in zip(wanted, drawn):
+                _, sample, drafts = each
+                request = requests.setdefault(sample.request.number, sample.request)
+                if token < 0:
+                    request.error = ValueError("the model's logits hold NaN, or no finite maximum")
+                elif request.error is None:
+                    self._torn = request
+                    sample.append(token, logprobs)
+                    self._torn = None
+                    self._n_tokens += 1
+                    if sample.finish_reason is None and drafts[place:place + 1] == [token]:
+                        further.append(each)
+            wanted, place = further, place + 1
         return list(requests.values())
+
+    def _take_back(self, sample, drafts):
+        """Cut a sequence to the rows of the sample's own tokens, the last of which is pending or has ended it."""
+        n_before = len(sample.seq) - len(drafts)
+        sample.seq.truncate(len(sample.tokens) - 1)
+        n_accepted = max(0, len(sample.seq) - n_before)
+        self.scheduler.drafter.judge(sample, len(drafts), n_accepted)
+        self._n_drafted += len(drafts)
+        self._n_accepted += n_accepted
 
     @staticmethod
     def _drawn_with(sample):
@@ -250,7 +293,8 @@ class Engine:
             ``running``, ``waiting``: samples. ``blocks_free``, ``blocks_used`` (by sequences), ``blocks_cached``
             (kept for later prompts, evicted when needed): all add up to the pool. ``prefix_queries``,
             ``prefix_hits``: tokens looked for in the prefix cache, and found. ``preemptions``, ``steps``, ``tokens``:
-            since the start. ``tokens_per_s``: drawn in the time that steps took.
+            since the start. ``drafted``, ``accepted``: tokens proposed by speculation, and those that were drawn then.
+            ``tokens_per_s``: drawn in the time that steps took.
         """
         n_free, n_cached = self.pool.n_free, self.cache.n_idle
         return {
@@ -258,6 +302,7 @@ class Engine:
             "blocks_free": n_free, "blocks_used": self.pool.n_blocks - n_free - n_cached, "blocks_cached": n_cached,
             "prefix_queries": self.cache.n_queries, "prefix_hits": self.cache.n_hits,
             "preemptions": self.scheduler.n_preemptions, "steps": self._n_steps, "tokens": self._n_tokens,
+            "drafted": self._n_drafted, "accepted": self._n_accepted,
             "tokens_per_s": self._n_tokens / self._busy_s if self._busy_s else 0.0,
         }  # fmt: skip
 

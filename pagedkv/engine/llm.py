@@ -8,6 +8,7 @@ import numpy as np
 
 from pagedkv.engine.core import Engine
 from pagedkv.engine.params import SamplingParams
+from pagedkv.engine.speculation import read_speculative
 from pagedkv.errors import PagedKVError
 from pagedkv.model import LlamaModel
 from pagedkv.threads import set_num_threads
@@ -37,8 +38,12 @@ class LLM:
         Rows of a step: decodes and chunks of prompts together. 512 is what the core computes in one pass.
     enable_prefix_caching : bool
         Keep the rows of full blocks for later prompts that begin alike.
-    speculative : None
-        Nothing else is understood yet.
+    speculative : str, LlamaModel or dict, optional
+        Guess tokens to come and check several in one step: faster where guesses are right, and the same text, whatever
+        they are. ``"ngram"``: what followed the last tokens before, in the prompt or in the text, follows again; for
+        texts that repeat themselves. A model: what it says; it needs the same vocabulary, and to be much faster. A dict
+        has vLLM's names: ``method`` (``"ngram"``, ``"draft_model"``), ``model``, ``num_speculative_tokens``,
+        ``prompt_lookup_max``, ``prompt_lookup_min``.
     num_threads : int, optional
         As of :func:`pagedkv.set_num_threads`, which holds for the process.
     seed : int
@@ -67,16 +72,15 @@ class LLM:
 
     def __init__(self, model, n_blocks=None, kv_dtype="float32", block_size=16, max_num_seqs=64,
                  max_num_batched_tokens=512, enable_prefix_caching=True, speculative=None, num_threads=None, seed=0):
-        if speculative is not None:
-            raise ValueError(f"speculative must be None, not {speculative!r}")
         if num_threads is not None:
             set_num_threads(num_threads)
         if not isinstance(model, LlamaModel):
             model = LlamaModel.load(model)
         max_num_seqs = operator.index(max_num_seqs)
         pool = model.new_pool(n_blocks=n_blocks, block_size=block_size, dtype=kv_dtype, n_seqs=max_num_seqs)
+        drafter = read_speculative(speculative, model, pool.n_blocks * pool.block_size, pool.block_size)
         self._engine = Engine(model, pool, max_num_seqs, operator.index(max_num_batched_tokens), enable_prefix_caching,
-                              seed)  # fmt: skip
+                              seed, drafter)  # fmt: skip
         self._lock = threading.Lock()  # held for a step, and while requests come and go
 
     @property

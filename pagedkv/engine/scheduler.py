@@ -3,6 +3,7 @@
 from bisect import insort
 
 from pagedkv import _core
+from pagedkv.engine.speculation import DRAFT_STEP_ROWS
 from pagedkv.sequence import Sequence
 
 # Rows of a step that give log-probabilities of prompts: each takes a row of logits, 200 kB with 49,152 of them.
@@ -26,16 +27,18 @@ class Scheduler:
         Rows of a step, at most.
     max_tokens : int
         Bound of every sequence.
+    drafter : Drafter or None
     """
 
-    def __init__(self, pool, cache, max_num_seqs, max_num_batched_tokens, max_tokens):
-        self.pool, self.cache = pool, cache
+    def __init__(self, pool, cache, max_num_seqs, max_num_batched_tokens, max_tokens, drafter=None):
+        self.pool, self.cache, self.drafter = pool, cache, drafter
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_tokens = max_tokens
         self.running = []  # samples with a sequence, in their order
         self.waiting = []  # samples without one, in their order
         self.n_preemptions = 0
         self._n_rows = self._n_logit_rows = 0  # of the next step, not given to anybody yet
+        self._n_taken = 0  # blocks that are spoken for: by the next step, and by the rest of prompts under way
 
     def add(self, sample):
         """Let a sample wait for its turn."""
@@ -67,6 +70,8 @@ class Scheduler:
         for sample in (*self.running, *self.waiting):
             if sample.seq is not None:
                 sample.seq.free()
+            if self.drafter is not None:
+                self.drafter.forget(sample)
         self.running, self.waiting = [], []
         self.cache.leave_all()
 
@@ -74,6 +79,8 @@ class Scheduler:
         if sample.seq is not None:
             sample.seq.free()
             sample.seq = None
+        if self.drafter is not None:
+            self.drafter.forget(sample)
         self.cache.leave(sample.path)
         sample.path = []
 
@@ -82,16 +89,19 @@ class Scheduler:
 
         Returns
         -------
-        list of (Sample, int)
-            How many of its pending tokens each computes. Empty: nobody waits or runs, or (where somebody outside holds
-            blocks) the first that waits does not fit.
+        list of (Sample, int, list of int)
+            How many of its pending tokens each computes, and the drafts that follow them. Empty: nobody waits or runs,
+            or (where somebody outside holds blocks) the first that waits does not fit.
         """
         self._n_rows, self._n_logit_rows = self.max_num_batched_tokens, PROMPT_LOGPROB_ROWS
-        rows, n_taken = self._go_on()
+        rows, self._n_taken = self._go_on()
         self._n_rows = self.max_num_batched_tokens - sum(n for _, n in rows)
         # What prompts under way still need after this step.
-        n_taken += sum(self._n_blocks(len(sample.tokens)) - self._n_blocks(len(sample.seq) + n) for sample, n in rows)
-        return rows + self._admit(n_taken)
+        self._n_taken += sum(self._n_blocks(len(sample.tokens)) - self._n_blocks(len(sample.seq) + n)
+                             for sample, n in rows)
+        rows += self._admit()
+        drafts = self._draft(rows) if self.drafter is not None else {}
+        return [(sample, n, drafts.get(sample, [])) for sample, n in rows]
 
     def _share(self, sample):
         """The rows that a sample gets of those left of this step."""
@@ -126,8 +136,8 @@ class Scheduler:
             self.cache.evict(short)
         return True
 
-    def _admit(self, n_taken):
-        """Start those who wait, oldest first, while rows and blocks are left. n_taken: blocks that are spoken for.
+    def _admit(self):
+        """Start those who wait, oldest first, while rows and blocks are left.
 
         A sample starts where all its rows fit beside what the prompts under way still need, and not only the first
         chunk: else long prompts would push each other out halfway."""
@@ -140,7 +150,7 @@ class Scheduler:
             # computed once more.
             n_rows = min(len(path) * block_size, len(sample.tokens) - 1)
             needed = self._n_blocks(len(sample.tokens)) - n_rows // block_size
-            if not self._free(n_taken + needed):
+            if not self._free(self._n_taken + needed):
                 self.cache.leave(path)
                 break
             sample.seq = Sequence.from_blocks(self.pool, [node.block_id for node in path], self.max_tokens)
@@ -153,9 +163,39 @@ class Scheduler:
             if sample.request.n_cached is None:
                 sample.request.n_cached = n_rows
             self.running.append(self.waiting.pop(0))
-            n_taken += needed
+            self._n_taken += needed
             n = self._share(sample)
             if n:
                 rows.append((sample, n))
         self.running.sort(key=lambda each: each.order)
         return rows
+
+    def _draft(self, rows):
+        """Drafts for those who decode, out of rows and blocks that nobody else wants; a dict of Sample to tokens."""
+        n_left = min(self._n_rows, DRAFT_STEP_ROWS - sum(n for _, n in rows))
+        decoding = [sample for sample, n in rows if n == sample.n_pending == 1 and sample.request.forked]
+        wanted = []
+        for i, sample in enumerate(decoding):
+            # The token that the last draft leads to is still the sample's, so one less may be drafted.
+            n_to_come = sample.request.max_tokens - sample.n_generated - 1
+            n = min(self.drafter.n_wanted(sample), n_to_come, n_left // (len(decoding) - i))
+            if n > 0:
+                wanted.append((sample, n))
+                n_left -= n
+        drafts = {}
+        for (sample, n), tokens in zip(wanted, self.drafter.propose(wanted) if wanted else ()):
+            tokens = self._that_fit(len(sample.seq) + 1, tokens[:n])
+            if tokens:
+                drafts[sample] = tokens
+        return drafts
+
+    def _that_fit(self, n_rows, tokens):
+        """Those drafts after a sequence of `n_rows` for which blocks are free; they are spoken for then."""
+        n_held = self._n_blocks(n_rows)
+        while tokens:
+            needed = self._n_blocks(n_rows + len(tokens)) - n_held
+            if needed == 0 or self._free(self._n_taken + needed):
+                self._n_taken += needed
+                break
+            tokens = tokens[:(n_held + needed - 1) * self.pool.block_size - n_rows]
+        return tokens
