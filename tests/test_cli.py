@@ -572,7 +572,8 @@ def test_a_real_interrupt(tmp_path):
     metadata = METADATA | {"tokenizer.ggml.eos_token_id": None}
     write_gguf(tmp_path / "long.gguf", config, tiny_tensors(config), metadata=metadata)
     args = ("generate", "-n", 2, "--max-tokens", 300_000, "--model", tmp_path / "long.gguf", "Hi")
-    process = subprocess.Popen(command(*args), env=child_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command(*args), env=child_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored under nohup
     try:
         head = process.stdout.read(400)  # it streams
         process.send_signal(signal.SIGINT)

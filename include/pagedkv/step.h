@@ -184,17 +184,21 @@ static inline void pkv_matmul_f32_panels(const pkv_kernels *kernels, pkv_rows in
     }
 }
 
+/* Steps of k of a slice for few rows: expanding waits for memory, products do not, so they take short turns. */
+#define PKV_INT8_FEW_K 128
+
 /* Quantised panels [begin, end) of y = x W^T in int8, slice by slice of k, each expanded once for a block of rows. */
 static inline void pkv_matmul_int8_panels(const pkv_kernels *kernels, pkv_rows in, const pkv_weight *w, int64_t begin,
                                           int64_t end, float *y, int64_t ldy, float *scratch) {
     int64_t n_blocks = (in.n + PKV_INT8_ROW_BLOCK - 1) / PKV_INT8_ROW_BLOCK, ldx = w->k / PKV_INT8_GROUP;
+    int64_t tile = in.n > PKV_FEW_ROWS ? PKV_INT8_K : PKV_INT8_FEW_K;
     uint8_t *slice = (uint8_t *)scratch;
     for (int64_t i = 0; i < n_blocks; i++) {
         int64_t m = in.n * i / n_blocks, n_rows = in.n * (i + 1) / n_blocks - m;
         for (int64_t p = begin; p < end; p++) {
             const pkv_panel *panel = &w->panels[p];
-            for (int64_t k = 0; k < w->k; k += PKV_INT8_K) {
-                int64_t n_k = pkv_min(PKV_INT8_K, w->k - k);
+            for (int64_t k = 0; k < w->k; k += tile) {
+                int64_t n_k = pkv_min(tile, w->k - k);
                 kernels->expand_int8(panel->dtype, (const uint8_t *)panel->data, k, n_k, slice);
                 kernels->matmul_int8(panel->dtype, in.codes + m * ldx + k / PKV_INT8_GROUP, ldx, n_rows, slice, n_k,
                                      y + m * ldy + (p - begin) * PKV_PANEL, ldy,
