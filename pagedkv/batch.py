@@ -29,6 +29,7 @@ from hashlib import blake2b
 
 from pagedkv.engine.params import SamplingParams
 from pagedkv.errors import BoundsError, PagedKVError, PoolExhausted
+from pagedkv.progress import progress_bar
 
 try:
     import fcntl
@@ -722,11 +723,9 @@ class Progress:
         self._n_rows, self._n_done, self._n_before = plan.n_rows, plan.n_done, plan.n_done
         self._started_s = self._shown_s = time.monotonic()
         if stream is not None and stream.isatty():
-            from tqdm import tqdm
-
             try:
-                self._bar = tqdm(total=plan.n_rows, initial=plan.n_done, file=stream, dynamic_ncols=True,
-                                 bar_format="{percentage:3.0f}%|{bar}| {n:,}/{total:,} rows{postfix}")  # fmt: skip
+                self._bar = progress_bar(total=plan.n_rows, initial=plan.n_done, file=stream, dynamic_ncols=True,
+                                         bar_format="{percentage:3.0f}%|{bar}| {n:,}/{total:,} rows{postfix}")  # fmt: skip
             except OSError:
                 self._stream = None
 

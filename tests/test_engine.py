@@ -1,7 +1,9 @@
 """The engine against a plain loop that runs each sample alone: scheduling never shows, and every end is right."""
 
+import io
 import math
 import random
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -743,3 +745,22 @@ def test_the_examples_of_the_docstrings():
     source = source.replace("is\"], params)", "is\"], params, use_tqdm=False)")
     test = doctest.DocTestParser().get_doctest(source, {"model": model}, "LLM", None, 0)
     assert doctest.DocTestRunner().run(test) == (0, 4)
+
+
+def test_a_bar_that_failed_keeps_no_other_waiting(model):
+    """A stream that refuses the bar's text, in one thread; then a call with a bar in another."""
+    from pagedkv.progress import progress_bar
+
+    class Full:
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+        def flush(self):
+            pass
+
+    with pytest.raises(OSError):
+        progress_bar(total=2, file=Full())
+    done = threading.Thread(target=lambda: progress_bar(total=2, file=io.StringIO()).close(), daemon=True)
+    done.start()
+    done.join(30)
+    assert not done.is_alive()

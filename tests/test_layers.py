@@ -7,7 +7,7 @@ from pathlib import Path
 import pagedkv
 
 PACKAGE = Path(pagedkv.__file__).parent
-LAYERS = [{"errors"}, {"_core"}, {"threads", "config", "rope"},
+LAYERS = [{"errors", "progress"}, {"_core"}, {"threads", "config", "rope"},
           {"pool", "sequence", "ops", "attention", "formats", "hub", "tokenizer", "chat"},
           {"model"}, {"engine", "generate", "batch", "scoring"}, {"__init__"}, {"bench", "lm_eval"},
           {"cli", "__main__"}]  # fmt: skip

@@ -11,6 +11,7 @@ from pagedkv.engine.params import SamplingParams
 from pagedkv.engine.speculation import read_speculative
 from pagedkv.errors import PagedKVError
 from pagedkv.model import LlamaModel
+from pagedkv.progress import progress_bar
 from pagedkv.threads import set_num_threads
 
 
@@ -303,6 +304,4 @@ def _of_prompt(i, error):
 
 
 def _bar(n, use_tqdm):
-    from tqdm import tqdm  # only here: a service needs none
-
-    return tqdm(total=n, desc="prompts", dynamic_ncols=True, disable=not use_tqdm)
+    return progress_bar(total=n, desc="prompts", dynamic_ncols=True, disable=not use_tqdm)
