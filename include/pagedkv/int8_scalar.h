@@ -49,7 +49,7 @@ static void pkv_quantize_row_scalar(const float *x, int64_t n, pkv_int8_group *g
             continue;
         }
         for (int i = 0; i < PKV_INT8_GROUP; i++) {
-            int32_t code = pkv_f32_to_bits(x[i] * inverse + PKV_EXP_ROUND) - PKV_EXP_ROUND_BITS;
+            int32_t code = pkv_f32_to_bits(x[i] * inverse + PKV_ROUND_TO_INT) - PKV_ROUND_TO_INT_BITS;
             g->code[i] = (int8_t)code;
             g->sum += code;
             g->first_sum += i < PKV_INT8_GROUP / 2 ? code : 0;

@@ -66,8 +66,8 @@ static inline float pkv_max_f32_scalar(const float *x, int64_t n) {
 #define PKV_EXP_LO (-104.0f)
 #define PKV_EXP_HI 89.0f
 #define PKV_EXP_LOG2E 1.44269504088896341f
-#define PKV_EXP_ROUND 12582912.0f
-#define PKV_EXP_ROUND_BITS 0x4B400000
+#define PKV_EXP_ROUND PKV_ROUND_TO_INT
+#define PKV_EXP_ROUND_BITS PKV_ROUND_TO_INT_BITS
 #define PKV_EXP_LN2_HI 0.693147182464599609375f /* ln 2 rounded to float32 */
 #define PKV_EXP_LN2_LO (-1.90465429995776822e-9f)
 #define PKV_EXP_P5 0x1.9f0896p-13f
