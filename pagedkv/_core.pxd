@@ -219,15 +219,17 @@ cdef extern from "pagedkv/sampling.h" nogil:
         int64_t top_k
         double top_p, min_p
         uint64_t seed, sample, position
+    ctypedef struct pkv_logprobs:
+        double log_sum
+        int64_t rank, n_top
+        int64_t *top
     ctypedef struct pkv_sample_scratch:
         pass
     int64_t pkv_sample_lay_out(pkv_sample_scratch *s, int64_t n, unsigned char *block)
     double pkv_uniform(uint64_t seed, uint64_t sample, uint64_t position)
     double pkv_log_f64(double x)
-    int64_t pkv_sample_row(const pkv_kernels *kernels, const float *x, int64_t n, const pkv_draw *draw,
-                           pkv_sample_scratch *s)
-    int64_t pkv_logprobs_row(const pkv_kernels *kernels, const float *x, int64_t n, int64_t chosen, int64_t n_top,
-                             double *log_sum, int64_t *rank, int64_t *top, pkv_sample_scratch *s)
+    int64_t pkv_take_row(const pkv_kernels *kernels, const float *x, int64_t n, const pkv_draw *draw, int64_t token,
+                         pkv_logprobs *wanted, pkv_sample_scratch *s)
 
 
 cdef class PoolCore:

@@ -2,7 +2,7 @@
 # include/pagedkv. Sections: errors, threads and ISA, pool, sequence, operations, attention, model, sampling.
 from cython.parallel cimport parallel, prange, threadid
 from libc.stdlib cimport calloc, free, malloc
-from libc.math cimport sqrt
+from libc.math cimport NAN, sqrt
 from libc.string cimport memcpy
 cimport cython
 cimport numpy as cnp
@@ -1468,6 +1468,10 @@ DRAW = np.dtype([("row", np.int64), ("temperature", np.float64), ("top_k", np.in
                  ("min_p", np.float64), ("seed", np.uint64), ("sample", np.uint64), ("position", np.uint64)])
 assert DRAW.itemsize == sizeof(pkv_draw)
 
+# And what is known of a row's log-probabilities; top: where the ids go.
+LOGPROBS = np.dtype([("log_sum", np.float64), ("rank", np.int64), ("n_top", np.int64), ("top", np.intp)])
+assert LOGPROBS.itemsize == sizeof(pkv_logprobs)
+
 cdef list SAMPLE_SCRATCHES = []    # idle ones, reused by the next call
 
 
@@ -1503,38 +1507,15 @@ def log(double x):
 
 def sample(const float[:, ::1] logits, cnp.ndarray draws):
     """The tokens of an array of DRAW; -1 where a row holds NaN or its largest logit is not finite."""
-    cdef const int64_t[::1] rows = np.ascontiguousarray(draws["row"])
-    cdef int64_t m = rows.shape[0], n = check_rows(logits, rows), i
-    cdef int64_t n_bytes = pkv_sample_lay_out(NULL, n, NULL)
-    cdef int n_threads = team() if m > 1 else 1
-    if draws.dtype != DRAW or draws.ndim != 1 or not draws.flags.carray:
-        raise error("draws must be a contiguous array of DRAW", (PkvStatus.PKV_ERR_BAD_DIM,))
-    cdef const pkv_draw *each = <const pkv_draw *>cnp.PyArray_DATA(draws)
-    cdef cnp.ndarray tokens = np.empty(m, np.int64)
-    cdef int64_t *out = <int64_t *>cnp.PyArray_DATA(tokens)
-    cdef Scratch scratch = take_sample_scratch(n_bytes * n_threads)
-    if m:
-        with nogil:
-            run_draws(&logits[0, 0], n, each, m, out, scratch.block, n_bytes, n_threads)
-    SAMPLE_SCRATCHES.append(scratch)
-    return tokens
+    return take_rows(logits, draws["row"], draws, None, None)[0]
 
 
-cdef void run_draws(const float *logits, int64_t n, const pkv_draw *each, int64_t m, int64_t *out, void *block,
-                    int64_t n_bytes, int n_threads) noexcept nogil:
-    cdef int64_t i
-    cdef uint64_t saved
-    with parallel(num_threads=n_threads):
-        saved = pkv_fpenv_enter()
-        for i in prange(m, schedule="dynamic"):
-            out[i] = run_draw(logits + each[i].row * n, n, &each[i], <unsigned char *>block + threadid() * n_bytes)
-        pkv_fpenv_leave(saved)
+def sample_logprobs(const float[:, ::1] logits, cnp.ndarray draws, const int64_t[::1] n_tops):
+    """:func:`sample`, and of the same reading of a row what :func:`logprobs` says of the token.
 
-
-cdef int64_t run_draw(const float *x, int64_t n, const pkv_draw *draw, unsigned char *block) noexcept nogil:
-    cdef pkv_sample_scratch s
-    pkv_sample_lay_out(&s, n, block)
-    return pkv_sample_row(KERNELS, x, n, draw, &s)
+    Of the i-th draw the first ``n_tops[i]`` ids; -1: nothing at all. Returns (tokens, log_sums, ranks, first ids int64
+    [m, max(n_tops)])."""
+    return take_rows(logits, draws["row"], draws, None, n_tops)
 
 
 def logprobs(const float[:, ::1] logits, const int64_t[::1] rows, const int64_t[::1] chosen, int64_t n_top):
@@ -1542,45 +1523,63 @@ def logprobs(const float[:, ::1] logits, const int64_t[::1] rows, const int64_t[
 
     The log-probability of id i is ``logits[row, i] - log_sum``. NaN for log_sum where the row holds NaN or its largest
     logit is not finite. Ranks begin at 1."""
-    cdef int64_t m = rows.shape[0], n = check_rows(logits, rows), i
-    cdef int64_t n_bytes = pkv_sample_lay_out(NULL, n, NULL)
-    cdef int n_threads = team() if m > 1 else 1
-    if chosen.shape[0] != m or n_top < 0 or n_top > n:
-        raise error(f"{chosen.shape[0]} chosen ids and the first {n_top} of {n} for {m} rows",
+    cdef int64_t i
+    if chosen.shape[0] != rows.shape[0] or not 0 <= n_top <= logits.shape[1]:
+        raise error(f"{chosen.shape[0]} chosen ids and the first {n_top} of {logits.shape[1]} for {rows.shape[0]} rows",
                     (PkvStatus.PKV_ERR_BAD_DIM,))
-    for i in range(m):
-        if chosen[i] < 0 or chosen[i] >= n:
-            raise error(f"id {chosen[i]} is outside [0, {n})", (Flv4Status.FLV4_ERR_TOKEN,))
-    cdef cnp.ndarray log_sums = np.full(m, np.nan), ranks = np.zeros(m, np.int64)
-    cdef cnp.ndarray top = np.zeros((m, n_top), np.int64)
-    if m == 0:
-        return log_sums, ranks, top
-    cdef Scratch scratch = take_sample_scratch(n_bytes * n_threads)
-    cdef double *log_sums_ptr = <double *>cnp.PyArray_DATA(log_sums)
-    cdef int64_t *ranks_ptr = <int64_t *>cnp.PyArray_DATA(ranks)
+    for i in range(chosen.shape[0]):
+        if chosen[i] < 0 or chosen[i] >= logits.shape[1]:
+            raise error(f"id {chosen[i]} is outside [0, {logits.shape[1]})", (Flv4Status.FLV4_ERR_TOKEN,))
+    return take_rows(logits, rows, None, chosen, np.full(rows.shape[0], n_top, np.int64))[1:]
+
+
+cdef tuple take_rows(const float[:, ::1] logits, row_ids, cnp.ndarray draws, const int64_t[::1] chosen,
+                     const int64_t[::1] n_tops):
+    """Tokens of rows, drawn or else chosen before; and log-probabilities, where n_tops is not None."""
+    cdef const int64_t[::1] rows = np.ascontiguousarray(row_ids)
+    cdef int64_t m = rows.shape[0], n = check_rows(logits, rows), n_bytes = pkv_sample_lay_out(NULL, n, NULL), i
+    cdef int64_t width = 0 if n_tops is None else np.max(n_tops, initial=0)
+    cdef int n_threads = team() if m > 1 else 1
+    if n_tops is not None and (n_tops.shape[0] != m or width > n):
+        raise error(f"the first {width} of {n} ids, {n_tops.shape[0]} counts for {m} rows", (PkvStatus.PKV_ERR_BAD_DIM,))
+    cdef cnp.ndarray tokens = np.zeros(m, np.int64), top = np.zeros((m, width), np.int64)
+    cdef cnp.ndarray results = np.zeros(m, LOGPROBS)
+    cdef int64_t *tokens_ptr = <int64_t *>cnp.PyArray_DATA(tokens)
     cdef int64_t *top_ptr = <int64_t *>cnp.PyArray_DATA(top)
-    with nogil:
-        run_logprobs(&logits[0, 0], n, &rows[0], &chosen[0], m, n_top, log_sums_ptr, ranks_ptr, top_ptr,
-                     scratch.block, n_bytes, n_threads)
+    cdef pkv_logprobs *wanted = <pkv_logprobs *>cnp.PyArray_DATA(results)
+    cdef const pkv_draw *each = NULL
+    if draws is None:
+        tokens[:] = chosen
+    elif draws.dtype != DRAW or draws.ndim != 1 or not draws.flags.carray:
+        raise error("draws must be a contiguous array of DRAW", (PkvStatus.PKV_ERR_BAD_DIM,))
+    else:
+        each = <const pkv_draw *>cnp.PyArray_DATA(draws)
+    for i in range(m):
+        wanted[i].log_sum, wanted[i].n_top = NAN, -1 if n_tops is None else n_tops[i]
+        wanted[i].top = top_ptr + i * width
+    cdef Scratch scratch = take_sample_scratch(n_bytes * n_threads)
+    if m:
+        with nogil:
+            run_takes(&logits[0, 0], n, &rows[0], each, m, tokens_ptr, wanted, scratch.block, n_bytes, n_threads)
     SAMPLE_SCRATCHES.append(scratch)
-    return log_sums, ranks, top
+    return tokens, results["log_sum"], results["rank"], top
 
 
-cdef void run_logprobs(const float *logits, int64_t n, const int64_t *rows, const int64_t *chosen, int64_t m,
-                       int64_t n_top, double *log_sums, int64_t *ranks, int64_t *top, void *block, int64_t n_bytes,
-                       int n_threads) noexcept nogil:
+cdef void run_takes(const float *logits, int64_t n, const int64_t *rows, const pkv_draw *draws, int64_t m,
+                    int64_t *tokens, pkv_logprobs *wanted, void *block, int64_t n_bytes, int n_threads) noexcept nogil:
     cdef int64_t i
     cdef uint64_t saved
     with parallel(num_threads=n_threads):
         saved = pkv_fpenv_enter()
         for i in prange(m, schedule="dynamic"):
-            run_logprob(logits + rows[i] * n, n, chosen[i], n_top, log_sums + i, ranks + i, top + i * n_top,
-                        <unsigned char *>block + threadid() * n_bytes)
+            tokens[i] = run_take(logits + rows[i] * n, n, draws + i if draws else NULL, tokens[i],
+                                 wanted + i if wanted[i].n_top >= 0 else NULL,
+                                 <unsigned char *>block + threadid() * n_bytes)
         pkv_fpenv_leave(saved)
 
 
-cdef void run_logprob(const float *x, int64_t n, int64_t chosen, int64_t n_top, double *log_sum, int64_t *rank,
-                      int64_t *top, unsigned char *block) noexcept nogil:
+cdef int64_t run_take(const float *x, int64_t n, const pkv_draw *draw, int64_t token, pkv_logprobs *wanted,
+                     unsigned char *block) noexcept nogil:
     cdef pkv_sample_scratch s
     pkv_sample_lay_out(&s, n, block)
-    pkv_logprobs_row(KERNELS, x, n, chosen, n_top, log_sum, rank, top, &s)
+    return pkv_take_row(KERNELS, x, n, draw, token, wanted, &s)

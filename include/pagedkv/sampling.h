@@ -1,6 +1,8 @@
 /* From logits to a token. Everything here sees one row only and adds in a fixed order, so a draw has the same bits on
  * every machine and with any neighbours. Order of tokens, wherever one is needed: larger logit first, of equal ones
- * the lower id. Nothing sorts a vocabulary: a few hundred tokens near the maximum are gathered and cut by radix. */
+ * the lower id. Nothing sorts a vocabulary: a few hundred tokens near the maximum are gathered and cut by radix.
+ * A row is read twice: for its maximum, and for the sum of its weights, chunk by chunk. The weights are not kept: what
+ * is needed again is computed again, the same bits, for a chunk or for the tokens gathered. */
 #ifndef PAGEDKV_SAMPLING_H
 #define PAGEDKV_SAMPLING_H
 
@@ -15,6 +17,13 @@
 /* Ids of a chunk: each keeps its maximum and its sum, so that searches skip most of a row. */
 #define PKV_SAMPLE_CHUNK 256
 
+/* Loops over a row are compiled once for each width of registers, see the end; the C is the same, and so are the bits. */
+#if defined(__GNUC__) || defined(__clang__)
+#define PKV_ROW_LOOP static inline __attribute__((always_inline))
+#else
+#define PKV_ROW_LOOP static inline
+#endif
+
 /* One draw. All fields of 8 bytes: Python fills an array of these. */
 typedef struct pkv_draw {
     int64_t row; /* of the logits */
@@ -25,10 +34,27 @@ typedef struct pkv_draw {
     uint64_t seed, sample, position;
 } pkv_draw;
 
+/* A row of n logits and what is known of it. */
+typedef struct pkv_row {
+    const float *x;
+    int64_t n;
+    int64_t best; /* id of the largest, the lowest of equal ones; -1 where one is NaN or the largest is not finite */
+    float max;
+    double total; /* of the weights at temperature 1; 0 until somebody needs it */
+} pkv_row;
+
+/* Log-probabilities of a row: that of token i is x[i] - log_sum. */
+typedef struct pkv_logprobs {
+    double log_sum;
+    int64_t rank;  /* of the token, from 1 on */
+    int64_t n_top; /* at most n */
+    int64_t *top;  /* [n_top] the first ids in order */
+} pkv_logprobs;
+
 /* What a thread needs for a row of n logits. */
 typedef struct pkv_sample_scratch {
-    float *weights;  /* [n] */
-    float *kept;     /* [n] weights of the candidates */
+    uint64_t *order; /* [n] to be sorted */
+    float *kept;     /* [n] weights of the candidates; where order is, which is needed when they are not any more */
     uint32_t *keys;  /* [n] their logits, as integers in the same order */
     int32_t *ids;    /* [n] theirs, ascending */
     float *maxima;   /* [n / 256 + 1] of each chunk */
@@ -41,8 +67,8 @@ static inline int64_t pkv_sample_chunks(int64_t n) { return (n + PKV_SAMPLE_CHUN
 static inline int64_t pkv_sample_lay_out(pkv_sample_scratch *s, int64_t n, unsigned char *block) {
     int64_t floats = (n + 15) / 16 * 64, chunks = (pkv_sample_chunks(n) + 15) / 16 * 64;
     if (block) {
-        s->weights = (float *)block;
-        s->kept = (float *)(block + floats);
+        s->order = (uint64_t *)block;
+        s->kept = (float *)block;
         s->keys = (uint32_t *)(block + 2 * floats);
         s->ids = (int32_t *)(block + 3 * floats);
         s->maxima = (float *)(block + 4 * floats);
@@ -93,7 +119,7 @@ static inline double pkv_log_f64(double x) {
 
 /* The largest of n numbers, NaNs passed over; *nan is set where there is one. Whole chunks have their own loops, whose
  * lengths the compiler knows: it makes vectors of them, twice as fast as one loop for both. */
-static inline float pkv_chunk_max(const float *x, int64_t n, int32_t *nan) {
+PKV_ROW_LOOP float pkv_chunk_max(const float *x, int64_t n, int32_t *nan) {
     float lanes[16], max = -INFINITY;
     int32_t bad = 0;
     if (n < PKV_SAMPLE_CHUNK) {
@@ -117,30 +143,30 @@ static inline float pkv_chunk_max(const float *x, int64_t n, int32_t *nan) {
     return max;
 }
 
-/* Id of the largest of n logits, the lowest of equal ones, and the chunks' maxima; -1 where one is NaN or the
- * largest is not finite. */
-static inline int64_t pkv_row_max(const float *x, int64_t n, float *maxima, float *max) {
+/* Look through n logits: the largest, its id, the chunks' maxima. */
+PKV_ROW_LOOP pkv_row pkv_row_of(const float *x, int64_t n, float *maxima) {
+    pkv_row row = {x, n, -1, -INFINITY, 0.0};
     int32_t nan = 0;
-    *max = -INFINITY;
     for (int64_t c = 0; c < pkv_sample_chunks(n); c++) {
         int64_t begin = c * PKV_SAMPLE_CHUNK;
         maxima[c] = pkv_chunk_max(x + begin, pkv_min(PKV_SAMPLE_CHUNK, n - begin), &nan);
-        *max = maxima[c] > *max ? maxima[c] : *max;
+        row.max = maxima[c] > row.max ? maxima[c] : row.max;
     }
-    if (nan || !(*max >= -FLT_MAX && *max <= FLT_MAX))
-        return -1;
+    if (nan || !(row.max >= -FLT_MAX && row.max <= FLT_MAX))
+        return row;
     int64_t c = 0;
-    while (maxima[c] != *max)
+    while (maxima[c] != row.max)
         c++;
-    int64_t i = c * PKV_SAMPLE_CHUNK;
-    while (x[i] != *max)
-        i++;
-    return i;
+    row.best = c * PKV_SAMPLE_CHUNK;
+    while (x[row.best] != row.max)
+        row.best++;
+    return row;
 }
 
-/* weights[i] = exp((x[i] - max) / temperature): no temperature, however small, makes a NaN of a distance. */
-static inline void pkv_row_weights(const pkv_kernels *kernels, const float *x, int64_t n, float max,
-                                   float temperature, float *weights) {
+/* weights[i] = exp((x[i] - max) / temperature), or 0 where that is less than min_p: no temperature, however small, makes
+ * a NaN of a distance. weights may be x. */
+PKV_ROW_LOOP void pkv_weigh(const pkv_kernels *kernels, const float *x, int64_t n, float max, float temperature,
+                            double min_p, float *weights) {
     if (temperature == 1.0f)
         for (int64_t i = 0; i < n; i++)
             weights[i] = x[i] - max;
@@ -148,43 +174,74 @@ static inline void pkv_row_weights(const pkv_kernels *kernels, const float *x, i
         for (int64_t i = 0; i < n; i++)
             weights[i] = (x[i] - max) / temperature;
     kernels->exp_row(weights, weights, n);
+    if (min_p > 0.0)
+        for (int64_t i = 0; i < n; i++)
+            weights[i] = (double)weights[i] >= min_p ? weights[i] : 0.0f;
 }
 
-/* Sums of the chunks of n weights, each in 8 interleaved lanes and one tree; returns their sum, ascending. */
+/* Sum of a chunk's weights, in 8 interleaved lanes and one tree. */
+PKV_ROW_LOOP double pkv_chunk_sum(const float *weights, int64_t n) {
+    double lanes[8] = {0};
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        for (int j = 0; j < 8; j++)
+            lanes[j] += (double)weights[i + j];
+    for (int j = 0; i < n; i++, j++)
+        lanes[j] += (double)weights[i];
+    for (int width = 4; width >= 1; width /= 2)
+        for (int j = 0; j < width; j++)
+            lanes[j] += lanes[j + width];
+    return lanes[0];
+}
+
+/* Sums of the chunks of n weights; returns their sum, ascending. */
 static inline double pkv_weight_sums(const float *weights, int64_t n, double *sums) {
     double total = 0.0;
     for (int64_t c = 0; c < pkv_sample_chunks(n); c++) {
-        int64_t begin = c * PKV_SAMPLE_CHUNK, end = pkv_min(begin + PKV_SAMPLE_CHUNK, n), i = begin;
-        double lanes[8] = {0};
-        for (; i + 8 <= end; i += 8)
-            for (int j = 0; j < 8; j++)
-                lanes[j] += (double)weights[i + j];
-        for (int j = 0; i < end; i++, j++)
-            lanes[j] += (double)weights[i];
-        for (int width = 4; width >= 1; width /= 2)
-            for (int j = 0; j < width; j++)
-                lanes[j] += lanes[j + width];
-        sums[c] = lanes[0];
+        int64_t begin = c * PKV_SAMPLE_CHUNK;
+        sums[c] = pkv_chunk_sum(weights + begin, pkv_min(PKV_SAMPLE_CHUNK, n - begin));
         total += sums[c];
     }
     return total;
 }
 
-/* First place at which the running sum of n weights passes threshold, a part of their sum; always one that weighs
- * something, even where rounding lifted the threshold to all of it. */
-static inline int64_t pkv_first_above(const float *weights, int64_t n, const double *sums, double threshold) {
-    int64_t chunk = 0, found = 0;
-    double reached = 0.0, before = 0.0;
-    for (int64_t c = 0; c < pkv_sample_chunks(n); c++) {
+/* The same of the weights of a row. */
+PKV_ROW_LOOP double pkv_row_sums(const pkv_kernels *kernels, const pkv_row *row, float temperature, double min_p,
+                                 double *sums) {
+    float weights[PKV_SAMPLE_CHUNK];
+    double total = 0.0;
+    for (int64_t c = 0; c < pkv_sample_chunks(row->n); c++) {
+        int64_t begin = c * PKV_SAMPLE_CHUNK, width = pkv_min(PKV_SAMPLE_CHUNK, row->n - begin);
+        pkv_weigh(kernels, row->x + begin, width, row->max, temperature, min_p, weights);
+        sums[c] = pkv_chunk_sum(weights, width);
+        total += sums[c];
+    }
+    return total;
+}
+
+/* The chunk in which the running sum passes threshold, a part of the sum of all; always one that weighs something, even
+ * where rounding lifted the threshold to all of it. *before is the sum ahead of the chunk. */
+static inline int64_t pkv_chunk_above(const double *sums, int64_t n_chunks, double threshold, double *before) {
+    int64_t chunk = 0;
+    double reached = 0.0;
+    *before = 0.0;
+    for (int64_t c = 0; c < n_chunks; c++) {
         if (sums[c] > 0.0) {
             chunk = c;
-            before = reached;
+            *before = reached;
         }
         reached += sums[c];
         if (reached > threshold && sums[c] > 0.0)
             break;
     }
-    for (int64_t i = chunk * PKV_SAMPLE_CHUNK; i < pkv_min((chunk + 1) * PKV_SAMPLE_CHUNK, n); i++) {
+    return chunk;
+}
+
+/* The place in a chunk of n weights at which the running sum, `before` ahead of it, passes threshold; else the last that
+ * weighs something. */
+static inline int64_t pkv_place_above(const float *weights, int64_t n, double before, double threshold) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < n; i++) {
         if (!(weights[i] > 0.0f))
             continue;
         found = i;
@@ -195,23 +252,40 @@ static inline int64_t pkv_first_above(const float *weights, int64_t n, const dou
     return found;
 }
 
-/* Gather the ids of logits >= bound, ascending, with their keys and weights; returns how many. */
-static inline int64_t pkv_gather_near(const float *x, const float *weights, int64_t n, float bound,
-                                      pkv_sample_scratch *s) {
+/* How far below the maximum candidates are looked for, in units of the temperature, until there are enough: a few
+ * hundred of 49,152 as a rule. */
+#define PKV_N_REACHES 5
+static const double pkv_reaches[PKV_N_REACHES] = {4.0, 7.0, 11.0, 17.0, INFINITY};
+
+/* Gather the ids of logits no further below the maximum, ascending, with their keys, and the logits as `kept`; returns
+ * how many. */
+PKV_ROW_LOOP int64_t pkv_gather(const pkv_row *row, double distance, pkv_sample_scratch *s) {
+    double lowest = (double)row->max - distance;
+    float bound = lowest < -FLT_MAX ? -INFINITY : (float)lowest;
+    const float *x = row->x;
     int64_t m = 0;
-    for (int64_t c = 0; c < pkv_sample_chunks(n); c++) {
+    for (int64_t c = 0; c < pkv_sample_chunks(row->n); c++) {
         if (s->maxima[c] < bound)
             continue;
-        int64_t end = pkv_min((c + 1) * PKV_SAMPLE_CHUNK, n);
-        for (int64_t i = c * PKV_SAMPLE_CHUNK; i < end; i++) { /* no branch: which of them pass is anybody's guess */
-            s->ids[m] = (int32_t)i;
-            m += x[i] >= bound;
+        int64_t end = pkv_min((c + 1) * PKV_SAMPLE_CHUNK, row->n);
+        for (int64_t i = c * PKV_SAMPLE_CHUNK; i < end; i += 16) {
+            int64_t stop = pkv_min(i + 16, end);
+            int32_t any = stop < i + 16;
+            if (!any)
+                for (int j = 0; j < 16; j++)
+                    any |= x[i + j] >= bound;
+            if (!any)
+                continue;
+            for (int64_t j = i; j < stop; j++) { /* no branch: which of them pass is anybody's guess */
+                s->ids[m] = (int32_t)j;
+                m += x[j] >= bound;
+            }
         }
     }
     for (int64_t i = 0; i < m; i++) {
-        uint32_t bits = (uint32_t)pkv_f32_to_bits(x[s->ids[i]] + 0.0f); /* -0 is 0 */
+        s->kept[i] = x[s->ids[i]];
+        uint32_t bits = (uint32_t)pkv_f32_to_bits(s->kept[i] + 0.0f); /* -0 is 0 */
         s->keys[i] = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-        s->kept[i] = weights[s->ids[i]];
     }
     return m;
 }
@@ -260,48 +334,59 @@ static inline int64_t pkv_cut(pkv_sample_scratch *s, int64_t m, int64_t top_k, d
     return left;
 }
 
-/* Gather the candidates nearest the maximum until there are top_k, or, with top_k 0, until they weigh `needed`. By
- * distance in units of the temperature: a few hundred of 49,152 as a rule. */
-static inline int64_t pkv_candidates(const float *x, const float *weights, int64_t n, float max, double temperature,
-                                     int64_t top_k, double needed, pkv_sample_scratch *s) {
-    static const double reaches[] = {4.0, 7.0, 11.0, 17.0, INFINITY};
-    int64_t m = 0;
-    for (int r = 0; r < 5; r++) {
-        double bound = (double)max - reaches[r] * temperature;
-        int all = bound < -FLT_MAX;
-        m = pkv_gather_near(x, weights, n, all ? -INFINITY : (float)bound, s);
-        if (all || (top_k > 0 ? m >= top_k : pkv_weight_sums(s->kept, m, s->sums) >= needed))
+/* The token that a draw takes. Minus infinity excludes a token. Order of the rules, as in vLLM: temperature, min_p,
+ * top_k, top_p. */
+PKV_ROW_LOOP int64_t pkv_draw_token(const pkv_kernels *kernels, pkv_row *row, const pkv_draw *draw,
+                                    pkv_sample_scratch *s) {
+    float temperature = draw->temperature > FLT_MAX ? FLT_MAX : (float)draw->temperature;
+    if (temperature == 0.0f || draw->top_k == 1)
+        return row->best;
+    int64_t top_k = draw->top_k < row->n ? draw->top_k : 0, m = row->n;
+    int some = top_k > 0 || draw->top_p < 1.0; /* of the tokens are candidates: gathered; else all, which are not */
+    double total = 0.0;
+    if (top_k == 0)
+        total = pkv_row_sums(kernels, row, temperature, draw->min_p, s->sums);
+    if (temperature == 1.0f && draw->min_p == 0.0)
+        row->total = total;
+    for (int r = 0; some && r < PKV_N_REACHES; r++) {
+        m = pkv_gather(row, pkv_reaches[r] * temperature, s);
+        pkv_weigh(kernels, s->kept, m, row->max, temperature, draw->min_p, s->kept);
+        if (top_k > 0 ? m >= top_k : pkv_weight_sums(s->kept, m, s->sums) >= draw->top_p * total)
             break;
     }
-    return m;
-}
-
-/* One token of a row of n logits; -1 where one is NaN or the largest is not finite. Minus infinity excludes a token.
- * Order of the rules, as in vLLM: temperature, min_p, top_k, top_p. */
-static inline int64_t pkv_sample_row(const pkv_kernels *kernels, const float *x, int64_t n, const pkv_draw *draw,
-                                     pkv_sample_scratch *s) {
-    float max, temperature = draw->temperature > FLT_MAX ? FLT_MAX : (float)draw->temperature;
-    int64_t best = pkv_row_max(x, n, s->maxima, &max);
-    if (best < 0 || temperature == 0.0f || draw->top_k == 1)
-        return best;
-    double uniform = pkv_uniform(draw->seed, draw->sample, draw->position);
-    int64_t top_k = draw->top_k < n ? draw->top_k : 0;
-    pkv_row_weights(kernels, x, n, max, temperature, s->weights);
-    if (draw->min_p > 0.0)
-        for (int64_t i = 0; i < n; i++)
-            s->weights[i] = (double)s->weights[i] >= draw->min_p ? s->weights[i] : 0.0f;
-    double total = top_k > 0 ? 0.0 : pkv_weight_sums(s->weights, n, s->sums);
-    if (top_k == 0 && draw->top_p >= 1.0)
-        return pkv_first_above(s->weights, n, s->sums, uniform * total);
-    int64_t m = pkv_candidates(x, s->weights, n, max, temperature, top_k, draw->top_p * total, s);
     if (top_k > 0) {
         m = pkv_cut(s, m, top_k, 0.0);
         total = pkv_weight_sums(s->kept, m, s->sums);
     }
     if (draw->top_p < 1.0)
         m = pkv_cut(s, m, 0, draw->top_p * total);
-    total = pkv_weight_sums(s->kept, m, s->sums);
-    return s->ids[pkv_first_above(s->kept, m, s->sums, uniform * total)];
+    if (some)
+        total = pkv_weight_sums(s->kept, m, s->sums);
+    double threshold = pkv_uniform(draw->seed, draw->sample, draw->position) * total, before;
+    int64_t begin = pkv_chunk_above(s->sums, pkv_sample_chunks(m), threshold, &before) * PKV_SAMPLE_CHUNK;
+    int64_t width = pkv_min(PKV_SAMPLE_CHUNK, m - begin);
+    if (!some)
+        pkv_weigh(kernels, row->x + begin, width, row->max, temperature, draw->min_p, s->kept + begin);
+    int64_t place = begin + pkv_place_above(s->kept + begin, width, before, threshold);
+    return some ? s->ids[place] : place;
+}
+
+/* Of the n logits of a row, how many come before one of them. */
+PKV_ROW_LOOP int64_t pkv_count_before(const pkv_row *row, int64_t token, const float *maxima) {
+    const float *x = row->x, value = x[token];
+    int64_t n_before = 0;
+    for (int64_t c = 0; c < pkv_sample_chunks(row->n); c++) {
+        int64_t begin = c * PKV_SAMPLE_CHUNK, end = pkv_min(begin + PKV_SAMPLE_CHUNK, row->n);
+        int32_t n = 0;
+        if (maxima[c] < value)
+            continue;
+        for (int64_t i = begin; i < end; i++)
+            n += x[i] > value;
+        for (int64_t i = begin; i < pkv_min(token, end); i++)
+            n += x[i] == value;
+        n_before += n;
+    }
+    return n_before;
 }
 
 static int pkv_descending_u64(const void *a, const void *b) {
@@ -309,36 +394,55 @@ static int pkv_descending_u64(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-/* Log-probabilities of a row: log_sum such that that of token i is x[i] - log_sum, the rank of `chosen` from 1 on,
- * and the first n_top ids in order, n_top <= n. With chosen < 0 no rank. Returns as pkv_row_max. */
-static inline int64_t pkv_logprobs_row(const pkv_kernels *kernels, const float *x, int64_t n, int64_t chosen,
-                                       int64_t n_top, double *log_sum, int64_t *rank, int64_t *top,
-                                       pkv_sample_scratch *s) {
-    float max;
-    int64_t best = pkv_row_max(x, n, s->maxima, &max);
-    if (best < 0)
-        return best;
-    pkv_row_weights(kernels, x, n, max, 1.0f, s->weights);
-    *log_sum = (double)max + pkv_log_f64(pkv_weight_sums(s->weights, n, s->sums));
-    *rank = 0;
-    if (chosen >= 0) {
-        int64_t n_before = 0;
-        for (int64_t i = 0; i < chosen; i++)
-            n_before += x[i] >= x[chosen];
-        for (int64_t i = chosen + 1; i < n; i++)
-            n_before += x[i] > x[chosen];
-        *rank = 1 + n_before;
-    }
-    if (n_top > 0) {
-        int64_t m = pkv_cut(s, pkv_candidates(x, x, n, max, 1.0, n_top, 0.0, s), n_top, 0.0);
-        uint64_t *both = (uint64_t *)s->weights; /* 8 bytes each: weights and kept, which are not needed any more */
-        for (int64_t i = 0; i < m; i++)
-            both[i] = (uint64_t)s->keys[i] << 32 | (uint32_t)~s->ids[i];
-        qsort(both, (size_t)m, sizeof *both, pkv_descending_u64);
-        for (int64_t i = 0; i < m; i++)
-            top[i] = (int64_t)(int32_t)~(uint32_t)both[i];
-    }
-    return best;
+PKV_ROW_LOOP void pkv_row_logprobs(const pkv_kernels *kernels, pkv_row *row, int64_t token, pkv_logprobs *wanted,
+                                   pkv_sample_scratch *s) {
+    if (row->total == 0.0)
+        row->total = pkv_row_sums(kernels, row, 1.0f, 0.0, s->sums);
+    wanted->log_sum = (double)row->max + pkv_log_f64(row->total);
+    wanted->rank = 1 + pkv_count_before(row, token, s->maxima);
+    if (wanted->n_top == 0)
+        return;
+    int64_t m = 0;
+    for (int r = 0; m < wanted->n_top && r < PKV_N_REACHES; r++)
+        m = pkv_gather(row, pkv_reaches[r], s);
+    m = pkv_cut(s, m, wanted->n_top, 0.0);
+    for (int64_t i = 0; i < m; i++)
+        s->order[i] = (uint64_t)s->keys[i] << 32 | (uint32_t)~s->ids[i];
+    qsort(s->order, (size_t)m, sizeof *s->order, pkv_descending_u64);
+    for (int64_t i = 0; i < m; i++)
+        wanted->top[i] = (int64_t)(int32_t)~(uint32_t)s->order[i];
+}
+
+/* One row of n logits: the token of a draw, or, where draw is NULL, the one that is given; and its log-probabilities
+ * where wanted is not NULL. Returns the token, or -1, with nothing written, where a logit is NaN or the largest is not
+ * finite. */
+PKV_ROW_LOOP int64_t pkv_take_row_of(const pkv_kernels *kernels, const float *x, int64_t n, const pkv_draw *draw,
+                                     int64_t token, pkv_logprobs *wanted, pkv_sample_scratch *s) {
+    pkv_row row = pkv_row_of(x, n, s->maxima);
+    if (row.best < 0)
+        return -1;
+    if (draw)
+        token = pkv_draw_token(kernels, &row, draw, s);
+    if (wanted)
+        pkv_row_logprobs(kernels, &row, token, wanted, s);
+    return token;
+}
+
+#ifdef PKV_HAVE_X86
+__attribute__((target("avx2"))) static int64_t pkv_take_row_avx2(const pkv_kernels *kernels, const float *x, int64_t n,
+                                                                 const pkv_draw *draw, int64_t token,
+                                                                 pkv_logprobs *wanted, pkv_sample_scratch *s) {
+    return pkv_take_row_of(kernels, x, n, draw, token, wanted, s);
+}
+#endif
+
+static inline int64_t pkv_take_row(const pkv_kernels *kernels, const float *x, int64_t n, const pkv_draw *draw,
+                                   int64_t token, pkv_logprobs *wanted, pkv_sample_scratch *s) {
+#ifdef PKV_HAVE_X86
+    if (strcmp(kernels->isa, "scalar") != 0) /* the others have AVX2 */
+        return pkv_take_row_avx2(kernels, x, n, draw, token, wanted, s);
+#endif
+    return pkv_take_row_of(kernels, x, n, draw, token, wanted, s);
 }
 
 #endif
