@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pagedkv import _core, hub
-from pagedkv.errors import BadDimError, NullError, TokenError
+from pagedkv.errors import BadDimError, FormatError, NullError, TokenError
 from pagedkv.formats import open_model
 from pagedkv.pool import BlockPool
 from pagedkv.rope import rope_inv_freq
@@ -111,23 +111,53 @@ class _Matrix:
         return packed
 
 
-def _fingerprint(file, compute):
-    """See :attr:`LlamaModel.fingerprint`."""
-    # Fields at their default are left out, so that a later field does not change the models that lack it.
-    fields = {f.name: getattr(file.config, f.name) for f in dataclasses.fields(file.config)
-              if f.name not in ("context_len", "bos_token_id", "eos_token_ids")
-              and getattr(file.config, f.name) != f.default}  # fmt: skip
-    digest = hashlib.sha256(repr((_ARITHMETIC, compute, sorted(fields.items()))).encode())
-    for name in file.names():
-        tensor = file.tensor(name)
-        raw = tensor.raw
-        digest.update(repr((name, tensor.dtype, tensor.shape, tensor.row_order is None)).encode())
-        digest.update(raw[:4096].tobytes() + raw[-4096:].tobytes())
-        # Sums modulo 2**64 of 512 columns: all bytes take part, at the memory's speed.
-        n_whole = raw.size // 4096 * 4096
-        digest.update(raw[:n_whole].view(np.uint64).reshape(-1, 512).sum(0).tobytes())
-    config = file.config
-    return f"{config.family}-{config.n_layers}x{config.hidden_dim}-{compute}-{digest.hexdigest()[:32]}"
+class _Origin:
+    """Where a model's weights came from: what its fingerprint is made of, when somebody asks for it.
+
+    The tensors keep the file mapped, whatever becomes of its name. They are the weights that were loaded unless
+    somebody writes into the file, which its size and time of change show."""
+
+    def __init__(self, file, compute):
+        self.config, self.compute = file.config, compute
+        self.tensors = [file.tensor(name) for name in file.names()]
+        self.stamps = {path: _stamp(path) for path in
+                       (sorted(file.path.glob("*.safetensors")) if file.path.is_dir() else [file.path])}  # fmt: skip
+
+    def check(self):
+        for path, stamp in self.stamps.items():
+            now = _stamp(path)
+            # Another file of that name, or none: the one that was loaded is as it was.
+            if now is not None and stamp is not None and now[0] == stamp[0] and now != stamp:
+                raise FormatError(f"{path} was written to after the model was loaded from it, so the model cannot be told "
+                                  "from others by it any more; load it again")  # fmt: skip
+
+    def fingerprint(self):
+        """See :attr:`LlamaModel.fingerprint`."""
+        self.check()  # first: pages behind a new end of the file cannot be read
+        config = self.config
+        # Fields at their default are left out, so that a later field does not change the models that lack it.
+        fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)
+                  if f.name not in ("context_len", "bos_token_id", "eos_token_ids")
+                  and getattr(config, f.name) != f.default}  # fmt: skip
+        digest = hashlib.sha256(repr((_ARITHMETIC, self.compute, sorted(fields.items()))).encode())
+        for tensor in self.tensors:
+            raw = tensor.raw
+            digest.update(repr((tensor.name, tensor.dtype, tensor.shape, tensor.row_order is None)).encode())
+            digest.update(raw[:4096].tobytes() + raw[-4096:].tobytes())
+            # Sums modulo 2**64 of 512 columns: all bytes take part, at the memory's speed.
+            n_whole = raw.size // 4096 * 4096
+            digest.update(raw[:n_whole].view(np.uint64).reshape(-1, 512).sum(0).tobytes())
+        self.check()
+        return f"{config.family}-{config.n_layers}x{config.hidden_dim}-{self.compute}-{digest.hexdigest()[:32]}"
+
+
+def _stamp(path):
+    """Which file is there and when it was changed; None where there is none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return (stat.st_dev, stat.st_ino), stat.st_size, stat.st_mtime_ns
 
 
 def kv_token_nbytes(config, dtype):
@@ -156,7 +186,8 @@ class LlamaModel:
         Names the model by what its K, V and logits depend on, the same in each process: the configuration (not
         ``context_len`` or the begin and end tokens), `compute`, this library's order of sums, and the file's tensors,
         each by name, type, shape and sums over all its bytes. The sums find any one change and any honest difference;
-        they are no proof against forgery. Equal for both kinds of `weights`; another for the same weights in another
+        they are no proof against forgery. Made on first use, for which the
+        file stays mapped; :class:`FormatError` where it was written to since it was loaded. Equal for both kinds of `weights`; another for the same weights in another
         type or format.
 
     Examples
@@ -170,9 +201,10 @@ class LlamaModel:
     ' Paris'
     """
 
-    def __init__(self, config, core, source, fingerprint):
+    def __init__(self, config, core, source, origin):
         self.config = config
-        self.fingerprint = fingerprint
+        self._origin = origin
+        self._fingerprint = None
         self._core = core
         self._source = source
         self._tokenizer = None
@@ -218,6 +250,7 @@ class LlamaModel:
     def from_file(cls, file, weights="auto", compute="float32"):
         """Build from an open :class:`pagedkv.formats` model file; the file may be closed after."""
         config = file.config
+        origin = _Origin(file, compute)  # before anything is read
 
         def vector(name):
             return file.tensor(name).float32()
@@ -262,7 +295,16 @@ class LlamaModel:
                                  config.rope_original_context_len, config.rope_freq_factors)
         core = _core.ModelCore(config, inv_freq, layers, vector("model.norm.weight"), embedding, head,
                                compute == "int8")
-        return cls(config, core, (file.path.resolve(), file.metadata), _fingerprint(file, compute))
+        return cls(config, core, (file.path.resolve(), file.metadata), origin)
+
+    @property
+    def fingerprint(self):
+        # No lock, which a fork could leave locked: of two threads at once, both come to the same text.
+        origin = self._origin
+        if origin is not None:
+            self._fingerprint = origin.fingerprint()
+            self._origin = None  # and with it the mapped file
+        return self._fingerprint
 
     @property
     def compute(self):

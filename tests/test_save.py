@@ -276,6 +276,43 @@ def test_a_fingerprint_names_what_the_rows_depend_on(tmp_path):
     assert len({same, *others}) == len(others) + 1
 
 
+@pytest.mark.parametrize("kind", ["gguf", "hf"])
+def test_a_fingerprint_is_of_the_weights_that_were_loaded(tmp_path, kind):
+    """It is made when somebody asks: whatever the file's name leads to by then."""
+    config = tiny.tiny_config(hidden_dim=64, n_heads=2, n_kv_heads=1, head_dim=32)
+
+    def write(name, seed=1):
+        if kind == "gguf":
+            tiny.write_gguf(tmp_path / name, config, tiny.tiny_tensors(config, seed), "f32")
+            return tmp_path / name, tmp_path / name
+        path = tiny.write_hf(tmp_path / name, config, tiny.tiny_tensors(config, seed))
+        return path, next(path.glob("*.safetensors"))
+
+    path, weights = write("model")
+    want = pk.LlamaModel.load(path).fingerprint
+    models = [pk.LlamaModel.load(path) for _ in range(4)]
+    names = []
+    asking = [threading.Thread(target=lambda: names.append(models[0].fingerprint)) for _ in range(4)]
+    for each in asking:
+        each.start()
+    for each in asking:
+        each.join()
+    assert names == [want] * 4
+    os.replace(write("other", 2)[1], weights)
+    assert models[1].fingerprint == want != pk.LlamaModel.load(path).fingerprint
+    weights.unlink()
+    assert models[2].fingerprint == want
+
+    path, weights = write("again")
+    model, known = pk.LlamaModel.load(path), pk.LlamaModel.load(path)
+    assert known.fingerprint == want
+    with open(weights, "r+b") as file:
+        file.truncate(weights.stat().st_size - 4096)
+    with pytest.raises(pk.FormatError, match="was written to after"):
+        model.fingerprint
+    assert known.fingerprint == want
+
+
 def test_int8_is_another_model(tmp_path):
     config = tiny.tiny_config(hidden_dim=64, n_heads=2, n_kv_heads=1, head_dim=32)
     path = tmp_path / "model.gguf"
