@@ -208,7 +208,7 @@ def test_every_instruction_set_gives_the_same_bits():
     try:
         for name in _core.available_isas():
             _core._set_isa(name)
-            got.append((_core.sample(logits, each).tolist(), _core.logprobs(logits, rows, rows, 9)[0].tobytes()))
+            got.append((_core.sample(logits, each).tolist(), *(a.tobytes() for a in _core.logprobs(logits, rows, rows, 9))))
     finally:
         _core._set_isa(before)
     assert got == [got[0]] * len(got)
@@ -249,6 +249,37 @@ def test_logprobs_ranks_and_first_ids(n_vocab, scale):
         order = np.argsort(-x, kind="stable")
         assert abs(log_sum - (x.max() + math.log(math.fsum(np.exp(x - x.max()))))) < 1e-6
         assert ids.tolist() == order[:n_top].tolist() and order[rank - 1] == token
+
+
+def test_a_draw_with_log_probabilities_is_both(threads):
+    """One reading of a row gives what two give, whatever the draw did to its sums before."""
+    logits = np.stack([random_logits(i, 3001, 3.0) for i in range(8)])
+    logits[1, ::5] = np.round(logits[1, ::5])
+    logits[2, ::2] = -np.inf
+    logits[5, 700], logits[6], logits[7, 9] = np.nan, -np.inf, np.inf
+    rules = [{"temperature": 0}, *RULES]
+    each = np.array([SamplingParams(**rules[i % len(rules)])._draw(i % 8, 7, i, i) for i in range(8 * len(rules))],
+                    _core.DRAW)  # fmt: skip
+    n_tops = np.arange(len(each)) % 7 - 1
+    for n in (1, 2):
+        threads(n)
+        tokens, log_sums, ranks, top = _core.sample_logprobs(logits, each, n_tops)
+        assert tokens.tolist() == _core.sample(logits, each).tolist() and top.shape == (len(each), 5)
+        assert (tokens < 0).tolist() == (each["row"] >= 5).tolist()
+        for row, token, n_top, *got in zip(each["row"], tokens, n_tops, log_sums, ranks, top):
+            if n_top < 0 or token < 0:
+                assert math.isnan(got[0]) and got[1] == 0 and not got[2].any()
+                continue
+            log_sum, rank, ids = _core.logprobs(logits, np.array([row]), np.array([token]), n_top)
+            assert (got[0], got[1], got[2][:n_top].tolist()) == (log_sum[0], rank[0], ids[0].tolist())
+
+
+def test_ranks_of_every_token_in_ties_and_excluded_ones():
+    logits = np.round(random_logits(3, 700, 2.0))[None]
+    logits[0, 100:500:3] = -np.inf
+    order = np.argsort(-logits[0], kind="stable")
+    ranks = _core.logprobs(logits, np.zeros(700, np.int64), order, 0)[1]
+    assert ranks.tolist() == list(range(1, 701))
 
 
 def test_logprobs_of_the_whole_vocabulary_are_sorted():
@@ -318,6 +349,11 @@ def test_the_core_checks_its_arguments():
         _core.logprobs(logits, np.array([0]), np.array([0]), 6)
     with pytest.raises(ValueError, match="the first 0 of 5 for 2 rows"):
         _core.logprobs(logits, np.array([0, 1]), np.array([0]), 0)
+    draw["row"] = 0
+    with pytest.raises(ValueError, match="the first 6 of 5 ids"):
+        _core.sample_logprobs(logits, draw, np.array([6]))
+    with pytest.raises(ValueError, match="2 counts for 1 rows"):
+        _core.sample_logprobs(logits, draw, np.array([0, 0]))
 
 
 def test_nothing_warns_and_nothing_is_written():

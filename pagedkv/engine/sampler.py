@@ -49,27 +49,32 @@ class Sampler:
         """
         edits = [_edits(sample) for _, sample in wanted]
         edited = self._rows("edited", sum(edits))
-        draws = [], []  # of rows as they are, and of edited copies
+        draws, counts = ([], []), ([], [])  # of rows as they are, and of edited copies
         for (row, sample), is_edited in zip(wanted, edits):
+            params, place = sample.request.params, row
             if is_edited:
-                values = edited[len(draws[True])]
-                np.copyto(values, logits[row])
-                _edit(values, sample)
-                row = len(draws[True])
-            draws[is_edited].append(sample.request.params._draw(row, sample.request.seed, sample.index,
-                                                                len(sample.tokens)))  # fmt: skip
-        drawn = [iter(_core.sample(rows, np.array(each, _core.DRAW)).tolist()) if each else None
-                 for rows, each in zip((logits, edited), draws)]  # fmt: skip
-        tokens = [next(drawn[is_edited]) for is_edited in edits]
+                place = len(draws[True])
+                np.copyto(edited[place], logits[row])
+                _edit(edited[place], sample)
+            draws[is_edited].append(params._draw(place, sample.request.seed, sample.index, len(sample.tokens)))
+            counts[is_edited].append(-1 if sample.logprobs is None else self._count(params.logprobs))
 
-        logprobs = [None] * len(wanted)
-        asked = [i for i, (_, sample) in enumerate(wanted) if sample.logprobs is not None and tokens[i] >= 0]
-        if asked:
-            counts = [wanted[i][1].request.params.logprobs for i in asked]
-            dicts = self.logprobs(logits, [wanted[i][0] for i in asked], [tokens[i] for i in asked], counts)
-            for i, each in zip(asked, dicts):
-                logprobs[i] = each
-        return list(zip(tokens, logprobs))
+        # One reading of a row gives the token and its log-probabilities, which are those of the row as it was.
+        drawn = [None, None]
+        if draws[False]:
+            each = np.array(draws[False], _core.DRAW)
+            tokens, *found = _core.sample_logprobs(logits, each, np.array(counts[False], np.int64))
+            drawn[False] = zip(tokens.tolist(), self._dicts(logits, each["row"], tokens, counts[False], *found))
+        if draws[True]:
+            rows = [row for (row, _), is_edited in zip(wanted, edits) if is_edited]
+            tokens = _core.sample(edited, np.array(draws[True], _core.DRAW)).tolist()
+            asked = [i for i, n in enumerate(counts[True]) if n >= 0 and tokens[i] >= 0]
+            dicts = [None] * len(rows)
+            found = self.logprobs(logits, *([each[i] for i in asked] for each in (rows, tokens, counts[True])))
+            for i, each in zip(asked, found):
+                dicts[i] = each
+            drawn[True] = zip(tokens, dicts)
+        return [next(drawn[is_edited]) for is_edited in edits]
 
     def logprobs(self, logits, rows, tokens, counts):
         """A dict of Logprobs for each of some rows: the token itself, then the likeliest ``counts[i]``.
@@ -85,19 +90,32 @@ class Sampler:
         -------
         list of dict of int to Logprob
         """
-        counts = [self._vocab_size if n < 0 else min(n, self._vocab_size) for n in counts]
-        rows, chosen = np.array(rows, np.int64), np.array(tokens, np.int64)
-        log_sums, ranks, top = _core.logprobs(logits, rows, chosen, max(counts, default=0))
-        own = (logits[rows, chosen] - log_sums).tolist()  # float32 less float64: rounded once
+        counts = [self._count(n) for n in counts]
+        rows, tokens = np.array(rows, np.int64), np.array(tokens, np.int64)
+        found = _core.logprobs(logits, rows, tokens, max(counts, default=0))
+        return self._dicts(logits, rows, tokens, counts, *found)
+
+    def _count(self, n):
+        """Of the likeliest tokens, by a count as users give it."""
+        return self._vocab_size if n < 0 else min(n, self._vocab_size)
+
+    def _dicts(self, logits, rows, tokens, counts, log_sums, ranks, top):
+        """What _core.logprobs has found as dicts of Logprobs; None where a count or a token is negative."""
+        if max(counts, default=-1) < 0:
+            return [None] * len(counts)
+        own = (logits[rows, tokens] - log_sums).tolist()  # float32 less float64: rounded once
         others = (logits[rows[:, None], top] - log_sums[:, None]).tolist()
-        out = []
-        for token, n, rank, value, ids, values in zip(tokens, counts, ranks.tolist(), own, top.tolist(), others):
+        dicts = []
+        for token, n, value, rank, ids, values in zip(tokens.tolist(), counts, own, ranks.tolist(), top.tolist(), others):
+            if n < 0 or token < 0:
+                dicts.append(None)
+                continue
             each = {token: Logprob(value, rank, self._text(token))}
-            for place in range(n):
-                if ids[place] != token:
-                    each[ids[place]] = Logprob(values[place], place + 1, self._text(ids[place]))
-            out.append(each)
-        return out
+            for i, (other, logprob) in enumerate(zip(ids[:n], values), 1):
+                if other != token:
+                    each[other] = Logprob(logprob, i, self._text(other))
+            dicts.append(each)
+        return dicts
 
     def _text(self, token):
         if self._tokenizer is None:
