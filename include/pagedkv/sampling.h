@@ -117,30 +117,17 @@ static inline double pkv_log_f64(double x) {
     return fma((double)e, 0x1.62e42fefa39efp-1, fma((double)e, 0x1.abc9e3b39803fp-56, 2.0 * series));
 }
 
-/* The largest of n numbers, NaNs passed over; *nan is set where there is one. Whole chunks have their own loops, whose
- * lengths the compiler knows: it makes vectors of them, twice as fast as one loop for both. */
+/* The largest of n numbers; *nan is set where one is NaN. By their bits, as integers in the same order: the compiler makes
+ * vectors of an integer maximum, of a float one it does not. Of NaNs the magnitude is above infinity's. */
 PKV_ROW_LOOP float pkv_chunk_max(const float *x, int64_t n, int32_t *nan) {
-    float lanes[16], max = -INFINITY;
-    int32_t bad = 0;
-    if (n < PKV_SAMPLE_CHUNK) {
-        for (int64_t i = 0; i < n; i++) {
-            max = x[i] > max ? x[i] : max;
-            bad |= x[i] != x[i];
-        }
-        *nan |= bad;
-        return max;
+    int32_t max = INT32_MIN, magnitude = 0;
+    for (int64_t i = 0; i < n; i++) {
+        int32_t bits = pkv_f32_to_bits(x[i]), key = bits ^ (bits >> 31 & INT32_MAX), rest = bits & INT32_MAX;
+        max = key > max ? key : max;
+        magnitude = rest > magnitude ? rest : magnitude;
     }
-    for (int j = 0; j < 16; j++)
-        lanes[j] = x[j];
-    for (int i = 16; i < PKV_SAMPLE_CHUNK; i += 16)
-        for (int j = 0; j < 16; j++)
-            lanes[j] = x[i + j] > lanes[j] ? x[i + j] : lanes[j];
-    for (int i = 0; i < PKV_SAMPLE_CHUNK; i++)
-        bad |= x[i] != x[i];
-    for (int j = 0; j < 16; j++)
-        max = lanes[j] > max ? lanes[j] : max;
-    *nan |= bad;
-    return max;
+    *nan |= magnitude > 0x7F800000;
+    return pkv_bits_to_f32(max ^ (max >> 31 & INT32_MAX));
 }
 
 /* Look through n logits: the largest, its id, the chunks' maxima. */
