@@ -187,8 +187,8 @@ class LlamaModel:
         ``context_len`` or the begin and end tokens), `compute`, this library's order of sums, and the file's tensors,
         each by name, type, shape and sums over all its bytes. The sums find any one change and any honest difference;
         they are no proof against forgery. Made on first use, for which the
-        file stays mapped; :class:`FormatError` where it was written to since it was loaded. Equal for both kinds of `weights`; another for the same weights in another
-        type or format.
+        file stays mapped; :class:`FormatError` where it was written to since it was loaded. Equal for
+        both kinds of `weights`; another for the same weights in another type or format.
 
     Examples
     --------
