@@ -107,7 +107,7 @@ class PagedKVLM(TemplateLM):
     def _score(self, pairs, disable_tqdm, done=lambda i, result: None):
         """(sum of log-probabilities, whether greedy) of each pair of token ids."""
         results = []
-        with progress_bar(total=len(pairs), desc="Running loglikelihood requests", disable=disable_tqdm) as bar:
+        with _bar("loglikelihood", len(pairs), disable_tqdm) as bar:
             for begin in range(0, len(pairs), _N_TOGETHER):
                 for each in score(self.model, pairs[begin:begin + _N_TOGETHER], self.pool):
                     results.append((each.logprob, each.is_greedy))
@@ -158,8 +158,8 @@ class PagedKVLM(TemplateLM):
         coming = ((i, self._prompt_ids(request.args[0], each.max_tokens), each)
                   for i, (request, each) in enumerate(zip(requests, params)))
         try:
-            with (progress_bar(total=len(requests), desc="Running generate_until requests", disable=disable_tqdm) as bar,
-                  closing(engine.run(coming)) as steps):
+            with (_bar("generate_until", len(requests), disable_tqdm) as bar,
+                  closing(engine.run(coming)) as steps):  # fmt: skip
                 for ended in steps:
                     for i, request in ended:
                         if request.error is not None:
@@ -206,6 +206,10 @@ class PagedKVLM(TemplateLM):
     def tokenizer_name(self):
         """The model's fingerprint: what the harness keeps prompts apart by."""
         return self.model.fingerprint
+
+
+def _bar(kind, n, disable):
+    return progress_bar(total=n, desc=f"Running {kind} requests", disable=disable)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def logprob(model, context, continuation):
 
 
 def text_alone(lm, context, options, seed=0):
-    """What a context goes on with, by single steps in a pool of its own and with the harness's reading of the options."""
+    """What a context goes on with: single steps in a pool of its own, and the harness's reading of the options."""
     options = lm_eval.models.utils.normalize_gen_kwargs(options, lm.max_gen_toks)
     params = pk.SamplingParams(temperature=options.get("temperature", 1.0) if options["do_sample"] else 0.0,
                                top_p=options.get("top_p", 1.0), top_k=options.get("top_k", 0), seed=seed)  # fmt: skip
@@ -183,7 +183,8 @@ def test_generation_ends_where_it_is_told(lm):
 
 
 MIXED = [{"max_gen_toks": 12}, {"until": ["e"], "max_gen_toks": 30}, {"until": " ", "max_new_tokens": 25},
-         {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "max_gen_toks": 20}, {"temperature": 0.7, "max_tokens": 9},
+         {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "max_gen_toks": 20},
+         {"temperature": 0.7, "max_tokens": 9},
          {"do_sample": False, "temperature": 3.0, "top_k": 5, "num_beams": 1, "max_gen_toks": 1},
          {"do_sample": True, "top_k": 7, "until": ["x", "ab", "r"], "max_completion_tokens": 40}]  # fmt: skip
 
