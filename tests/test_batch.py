@@ -255,7 +255,7 @@ def test_bad_lines_get_rows_and_stop_nobody(run, tmp_path):
 
 
 def test_a_line_too_long_for_memory(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(batch, "MAX_LINE_NBYTES", 100)
+    monkeypatch.setattr(batch.lines, "MAX_LINE_NBYTES", 100)
     (tmp_path / "in").write_bytes(b'"' + b"x" * 98 + b'"\n"' + b"x" * 99 + b'"\n"a"\n"' + b"x" * 300)
     assert run("--input", tmp_path / "in", "--output", tmp_path / "out", *FLAGS)[0] == 1
     rows = {row["line"]: row for row in read_rows(tmp_path / "out")}
@@ -488,7 +488,7 @@ def test_only_a_window_of_the_input_is_in_memory(gguf, monkeypatch):
         most = max(most, n_read - outcome.n_done)
         return read(*args)
 
-    monkeypatch.setattr(batch, "read_request", counted)
+    monkeypatch.setattr("pagedkv.batch.job.read_request", counted)
     rows = []
     output = batch.RowStream(rows.append, "rows")
     batch.run(engine, lines, plan, output, NoStamp(), params, False, outcome, batch.Progress(plan, engine, None))
@@ -528,8 +528,8 @@ def test_progress(run, whole, monkeypatch):
     source, target = whole
     rows = target.read_bytes().splitlines(keepends=True)
     target.write_bytes(b"".join(rows[:2]))
-    monkeypatch.setattr(batch, "REPORT_S", 0.0)
-    monkeypatch.setattr(batch, "BAR_S", 0.0)
+    monkeypatch.setattr("pagedkv.batch.job.REPORT_S", 0.0)
+    monkeypatch.setattr("pagedkv.batch.job.BAR_S", 0.0)
     errors = run("--input", source, "--output", target, *FLAGS)[2]
     assert re.search(r"\npagedkv: [3-9] of 9 rows, [\d.,]+ tokens/s, \d+/[\d,]+ blocks, \d+:\d\d:\d\d to go\n", errors)
     target.write_bytes(b"".join(rows[:2]))
@@ -551,8 +551,8 @@ def test_progress_that_nobody_reads(run, whole, monkeypatch):
 
     source, target = whole
     rows, want = target.read_bytes().splitlines(keepends=True), sorted_lines(target)
-    monkeypatch.setattr(batch, "REPORT_S", 0.0)
-    monkeypatch.setattr(batch, "BAR_S", 0.0)
+    monkeypatch.setattr("pagedkv.batch.job.REPORT_S", 0.0)
+    monkeypatch.setattr("pagedkv.batch.job.BAR_S", 0.0)
     for is_terminal in (False, True):
         target.write_bytes(b"".join(rows[:2]))
         monkeypatch.setattr(Gone, "isatty", lambda self, is_terminal=is_terminal: is_terminal)
@@ -563,7 +563,7 @@ def test_progress_that_nobody_reads(run, whole, monkeypatch):
 
 
 def test_durations():
-    assert [batch._duration(s) for s in (0, 59.6, 3599, 86_400 * 3)] == ["0:00:00", "0:01:00", "0:59:59", "72:00:00"]
+    assert [batch.job._duration(s) for s in (0, 59.6, 3599, 86_400 * 3)] == ["0:00:00", "0:01:00", "0:59:59", "72:00:00"]
 
 
 # ---- As a process -------------------------------------------------------------------------------
