@@ -435,10 +435,13 @@ def _generate_batch(args):
             stamp = batch.Stamp(file, settings)
             plan = batch.make_plan(lines, output, stamp)
             outcome = batch.Outcome(plan.n_rows, plan.n_done, plan.n_errors)
-            output.open()
-            model = pk.LlamaModel.from_file(file, compute=args.compute) if plan.n_done < plan.n_rows else None
+            if plan.n_rows:
+                model = pk.LlamaModel.from_file(file, compute=args.compute)
+                stamp.name_model(model)
+                batch.check_model(plan, output, stamp)
+        output.open()
         started = time.perf_counter()
-        if model is not None:
+        if plan.n_done < plan.n_rows:
             n_seqs = args.max_num_seqs or 64
             pool = model.new_pool(n_blocks=args.n_blocks, block_size=BLOCK_SIZE, dtype=args.kv_dtype, n_seqs=n_seqs)
             drafter = read_speculative(_speculative(args), model, pool.n_blocks * BLOCK_SIZE, BLOCK_SIZE)

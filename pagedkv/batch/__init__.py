@@ -11,9 +11,10 @@ byte for byte. Each row carries a digest of these three, and rows of another lin
 rather than mixed. What depends on the run, such as a pool too small for a request, gives no row.
 """
 
-from pagedkv.batch.job import Outcome, Plan, Progress, make_plan, run, stop_signals
+from pagedkv.batch.job import Outcome, Plan, Progress, check_model, make_plan, run, stop_signals
 from pagedkv.batch.lines import Input, Line, LineError, changed_params, check_params, read_request
 from pagedkv.batch.rows import BatchError, RowFile, RowStream, Stamp, open_output
 
 __all__ = ["BatchError", "Input", "Line", "LineError", "Outcome", "Plan", "Progress", "RowFile", "RowStream", "Stamp",
-           "changed_params", "check_params", "make_plan", "open_output", "read_request", "run", "stop_signals"]
+           "changed_params", "check_model", "check_params", "make_plan", "open_output", "read_request", "run",
+           "stop_signals"]

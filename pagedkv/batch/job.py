@@ -3,7 +3,7 @@
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from pagedkv.batch.lines import LineError, key_of, read_request, short
@@ -27,10 +27,13 @@ class Plan:
         One byte a line of the input that is not blank: whether its row is there.
     n_errors : int
         Of the rows that are there, those with an error.
+    model : str or None
+        Part of the rows' digests: the model that they were made with. None where there is no row.
     """
 
     is_done: bytearray
     n_errors: int
+    model: str | None = None
 
     @property
     def n_rows(self):
@@ -42,7 +45,7 @@ class Plan:
 
 
 def make_plan(lines, output, stamp):
-    """Compare the input with the rows that are there.
+    """Compare the input with the rows that are there, in all but the model, which may not be loaded yet.
 
     Parameters
     ----------
@@ -57,19 +60,23 @@ def make_plan(lines, output, stamp):
     Raises
     ------
     BatchError
-        Two lines, or two rows, have one id; a row is of another line, model or parameters.
+        Two lines, or two rows, have one id; a row is of another line, tokenizer or parameters; rows are of two models.
     """
-    anew = f"give another --output, or --overwrite to lose what {output.name} holds"
-    done, n_errors = {}, 0
+    anew = _anew(output)
+    done, n_errors, models = {}, 0, set()
     for row in output.rows():
         key = key_of(row["id"], row["line"])
-        line, model, settings = row["digest"].split("-")
+        line, model, tokenizer, settings = row["digest"].split("-")
         if key in done:
             raise BatchError(f"{output.name} has two rows for {_name_of(key)}; {anew}")
-        if model != stamp.model:
-            raise BatchError(f"{output.name} was made with another model; use that one, or {anew}")
+        if tokenizer != stamp.tokenizer:
+            raise BatchError(f"{output.name} was made with another tokenizer, chat template or context length than this "
+                             f"model's; use that one, or {anew}")
         if settings != stamp.settings:
             raise BatchError(f"{output.name} was made with other parameters; use those, or {anew}")
+        models.add(model)
+        if len(models) > 1:
+            raise BatchError(f"{output.name} has rows of two models; {anew}")
         done[key] = line
         n_errors += "error" in row
     seen, is_done = {}, bytearray()
@@ -84,7 +91,18 @@ def make_plan(lines, output, stamp):
         is_done.append(digest is not None)
     for key in done:
         raise BatchError(f"{output.name} has a row for {_name_of(key)}, {lines.name} has no such line; {anew}")
-    return Plan(is_done, n_errors)
+    return Plan(is_done, n_errors, *models)
+
+
+def check_model(plan, output, stamp):
+    """Compare the model, which is loaded by now, with that of the rows that are there; another is a BatchError."""
+    if plan.model not in (None, stamp.model):
+        raise BatchError(f"{output.name} was made with another model, or by a version of pagedkv that computes or names "
+                         f"it differently; use that one, or {_anew(output)}")
+
+
+def _anew(output):
+    return f"give another --output, or --overwrite to lose what {output.name} holds"
 
 
 def _name_of(key):
@@ -153,7 +171,7 @@ class Progress:
                    for request in requests.values() for sample in request.samples)  # fmt: skip
 
     def show(self, n_new):
-        """Called after each step, with the rows that it finished."""
+        """Called with each row that is written, and after each step."""
         if self._stream is None:
             return
         self._n_done += n_new
@@ -239,74 +257,56 @@ def run(engine, lines, plan, output, stamp, defaults, chat, outcome, progress, r
     OSError, BatchError
         A row could not be written; the input has lost lines. The rows before are there.
     """
-    most = 2 * engine.scheduler.max_num_seqs
-    going, n_samples = {}, 0  # request number -> Line; samples of them
-
     def finish(line, row):
         output.write({"id": line.id, "line": line.number, **row, "digest": stamp.row_digest(line)})
         outcome.n_done += 1
         outcome.n_errors += "error" in row
+        progress.show(1)
 
-    coming = _requests(lines, plan, engine, defaults, chat)
-    ready = next(coming, None)
-    while ready is not None or going:
-        n_before = outcome.n_done
-        # Lines that fail cost no step: look up now and then.
-        while ready is not None and outcome.n_done < n_before + 100 and not received:
-            line, ids, params, error = ready
-            if error is not None:
+    def coming():
+        """The requests of the lines that are left. Lines that fail get their rows here, and cost no step."""
+        for line, is_done in zip(lines, plan.is_done):
+            if received:
+                return
+            if is_done:
+                continue
+            try:
+                ids, params = read_request(line, engine.tokenizer, defaults, chat, engine.model.config.context_len)
+                if _fits_pool(engine, ids, params, outcome):
+                    yield line, ids, params
+            except LineError as error:
                 finish(line, error_row(error))
-            elif going and n_samples + params.n > most:
+
+    with closing(engine.run(coming())) as steps:
+        for ended in steps:
+            for line, request in ended:
+                if isinstance(request.error, PoolExhausted):
+                    raise request.error
+                if request.error is not None:
+                    finish(line, error_row(LineError("failed", str(request.error))))
+                    continue
+                row = answer_row(request)
+                outcome.n_tokens += row["usage"]["completion_tokens"]
+                finish(line, row)
+            progress.show(0)
+            if received:
                 break
-            else:
-                try:
-                    request = _add(engine, ids, params, outcome)
-                    if request is not None:
-                        going[request.number] = line
-                        n_samples += params.n
-                except LineError as refusal:
-                    finish(line, error_row(refusal))
-            ready = next(coming, None)
-        if received:
-            outcome.signal = received[0]
-            break
-        for request in engine.step() if going else ():
-            if not request.finished:
-                continue
-            line = going.pop(request.number)
-            n_samples -= request.params.n
-            if isinstance(request.error, PoolExhausted):
-                raise request.error
-            if request.error is not None:
-                finish(line, error_row(LineError("failed", str(request.error))))
-                continue
-            row = answer_row(request)
-            outcome.n_tokens += row["usage"]["completion_tokens"]
-            finish(line, row)
-        progress.show(outcome.n_done - n_before)
-    if outcome.signal is None and outcome.n_done + outcome.n_too_large < outcome.n_rows:
+    if received:
+        outcome.signal = received[0]
+    elif outcome.n_done + outcome.n_too_large < outcome.n_rows:
         raise BatchError(f"{lines.name} was changed while it was read")
 
 
-def _requests(lines, plan, engine, defaults, chat):
-    """Yield line, ids, SamplingParams and LineError of each line that is left."""
-    for line, is_done in zip(lines, plan.is_done):
-        if not is_done:
-            try:
-                yield line, *read_request(line, engine.tokenizer, defaults, chat, engine.model.config.context_len), None
-            except LineError as error:
-                yield line, None, None, error
-
-
-def _add(engine, ids, params, outcome):
-    """The engine's request; None where the pool is too small for it, which is no fault of the line."""
+def _fits_pool(engine, ids, params, outcome):
+    """Whether the engine can run it; a pool that is too small is counted, and no fault of the line."""
     try:
-        return engine.add(None, ids, params)
+        engine.check(ids, params)
+        return True
     except PoolExhausted:
         n_rows = len(ids) + min(params.max_tokens, engine.model.config.context_len - len(ids)) - 1
         outcome.n_too_large += 1
         outcome.n_blocks_needed = max(outcome.n_blocks_needed, -(-n_rows // engine.pool.block_size))
-        return None
+        return False
     except BoundsError as error:
         raise LineError("too_long", f"the prompt is too long: {error.message}") from None
     except (PagedKVError, ValueError) as error:

@@ -7,7 +7,6 @@ import os
 import re
 import stat
 import time
-from hashlib import blake2b
 
 from pagedkv.batch.lines import digest_of
 from pagedkv.errors import PagedKVError
@@ -66,43 +65,48 @@ def _bytes_of(row):
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
-_DIRECTORY_FILES = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+_TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
 
 
 class Stamp:
-    """The two parts of a row's digest that all rows of a run share.
+    """The parts of a row's digest that all rows of a run share.
 
     Parameters
     ----------
     file : pagedkv.formats.ModelFile
-        The model is known by its metadata, its tokenizer's among them, and three kilobytes of each tensor: another set
-        of weights differs in all of them, and to read every byte would take longer than to load the model.
+        Read for what a model's fingerprint leaves out: what makes tokens of text and text of tokens, where a text ends
+        and how long it may be.
     settings : dict
         All else that rows depend on, as JSON.
+
+    Attributes
+    ----------
+    tokenizer, settings : str
+    model : str or None
+        Of :attr:`LlamaModel.fingerprint`, which is to be named when the model is loaded.
     """
 
     def __init__(self, file, settings):
-        state = blake2b(digest_size=6)
+        config = file.config
+        parts = [repr((config.context_len, config.bos_token_id, config.eos_token_ids)).encode()]
         for name, value in sorted(file.metadata.items()):
-            # repr() of a long array is short.
-            value = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode("utf-8", "backslashreplace")
-            state.update(f"{name} {len(value)} ".encode())
-            state.update(value)
+            if name.startswith("tokenizer."):
+                # repr() of a long array is short.
+                value = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode("utf-8", "backslashreplace")
+                parts += [name.encode(), value]
         if file.path.is_dir():
-            for name in _DIRECTORY_FILES:
+            for name in _TOKENIZER_FILES:
                 path = file.path / name
-                state.update(f"{name} ".encode() + (path.read_bytes() if path.is_file() else b"-"))
-        for name in sorted(file.names()):
-            tensor = file.tensor(name)
-            state.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
-            middle = len(tensor.raw) // 2
-            for part in (tensor.raw[:1024], tensor.raw[middle:middle + 1024], tensor.raw[-1024:]):
-                state.update(part.tobytes())
-        self.model = state.hexdigest()
+                parts += [name.encode(), path.read_bytes() if path.is_file() else b"-"]
+        self.tokenizer = digest_of(*parts)
         self.settings = digest_of(json.dumps([FORMAT, settings], sort_keys=True).encode())
+        self.model = None
+
+    def name_model(self, model):
+        self.model = digest_of(model.fingerprint.encode())
 
     def row_digest(self, line):
-        return f"{line.digest}-{self.model}-{self.settings}"
+        return f"{line.digest}-{self.model}-{self.tokenizer}-{self.settings}"
 
 
 # ---- Output -------------------------------------------------------------------------------------
@@ -194,8 +198,8 @@ class RowFile:
                 row = _row(raw)
                 if row is None or not raw.endswith(b"\n"):
                     if file.read(1) or (row is None and not _may_be_cut(raw)):
-                        raise BatchError(f"line {number} of {self.name} is no row of this command; give another "
-                                         "--output, or --overwrite to lose what it holds")
+                        raise BatchError(f"line {number} of {self.name} is no row of this command, in this "
+                                         "version; give another --output, or --overwrite to lose what it holds")
                     return
                 self._end += len(raw)
                 yield row
@@ -249,7 +253,7 @@ class RowFile:
 
 _BINARY = getattr(os, "O_BINARY", 0)
 _NO_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS
-_DIGEST = re.compile("(?:[0-9a-f]{12}-){2}[0-9a-f]{12}")
+_DIGEST = re.compile("(?:[0-9a-f]{12}-){3}[0-9a-f]{12}")
 
 
 def _row(raw):
