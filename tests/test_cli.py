@@ -88,16 +88,18 @@ def feed(monkeypatch, data):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
 
-def script(monkeypatch, *texts, stops=True):
+def draw_by(monkeypatch, choose):
+    """Have ``choose(sample, n)`` say the token of a sample that has n already; whatever the model."""
+
+    def draw(self, logits, wanted):
+        return [(choose(sample.index, sample.n_generated), None) for _, sample in wanted]
+
+    monkeypatch.setattr("pagedkv.engine.sampler.Sampler.draw", draw)
+
+
+def script(monkeypatch, *texts):
     """Have samples say these bytes, a token a step, then end; whatever the model."""
-
-    def scripted(model, pool, ids, n, max_tokens, sampling, stop_ids):
-        sampling.choose(np.zeros(3, np.float32), 0, 0)
-        streams = [[*text, END] if stops else [*text] for text in texts]
-        for at in range(max(map(len, streams))):
-            yield [(i, tokens[at], at == len(tokens) - 1) for i, tokens in enumerate(streams) if at < len(tokens)]
-
-    monkeypatch.setattr("pagedkv.generate.generate", scripted)
+    draw_by(monkeypatch, lambda sample, n: texts[sample][n] if n < len(texts[sample]) else END)
 
 
 # ---- generate -----------------------------------------------------------------------------------
@@ -131,13 +133,16 @@ def test_generate(run, request, form):
 
 
 def test_the_text_is_that_of_the_library(run, gguf):
-    """The tokens of generate(), decoded."""
+    """The tokens of single steps, decoded."""
     model = pk.LlamaModel.load(gguf)
     tokenizer, sampling = model.tokenizer, pk.SamplingParams(temperature=0.8, top_p=0.95, seed=5)
-    ids, want = tokenizer.encode("Hi"), [[], []]
-    for events in pk.generate.generate(model, model.new_pool(n_tokens=200), ids, 2, 30, sampling, {END}):
-        for sample, token, _ in events:
-            want[sample].append(token)
+    want = [[], []]
+    for sample, tokens in enumerate(want):
+        seq = model.new_sequence(model.new_pool(n_tokens=200))
+        logits = model.prefill(tokenizer.encode("Hi"), seq)
+        while len(tokens) < 30 and END not in tokens:
+            tokens.append(sampling.choose(logits, sample, len(seq)))
+            logits = model.decode_step(tokens[-1:], [seq])[0]
     texts, _ = samples_of(run("generate", "-n", 2, "--max-tokens", 30, "--seed", 5, "--model", gguf, "Hi")[1])
     decoded = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in want]
     assert [text.removesuffix("\n") for text in texts] == [text.removesuffix("\ufffd") for text in decoded]
@@ -175,46 +180,88 @@ def test_statistics_in_the_singular(run, gguf, monkeypatch):
                         r"itself; prompt of 1 token in \d+\.\d\d s; 1 block used, 0 saved by sharing\]", last)
     script(monkeypatch, b"ab")
     assert "; 1 ended by itself;" in run("generate", "--model", gguf, "i")[1]
+    assert "; none ended by itself;" in run("generate", "--max-tokens", 2, "--model", gguf, "i")[1]
     script(monkeypatch, b"ab", b"c", b"d")
     assert "; 3 ended by themselves;" in run("generate", "-n", 3, "--model", gguf, "i")[1]
-    script(monkeypatch, b"ab", stops=False)
-    assert "; none ended by itself;" in run("generate", "--model", gguf, "i")[1]
 
 
-def test_the_first_sampling_is_not_the_prompts_time(run, gguf, monkeypatch):
-    choose, calls = pk.SamplingParams.choose, []
+def test_the_prompts_time_ends_with_the_first_tokens(run, gguf, monkeypatch):
+    step, calls = pk.LlamaModel.step, []
 
-    def slow(*args):
-        calls.append(args)
-        if len(calls) == 1:
-            time.sleep(0.3)
-        return choose(*args)
+    def slow(self, rows, **options):
+        calls.append(rows)
+        if len(calls) < 3:  # a prompt in two chunks
+            time.sleep(0.2)
+        return step(self, rows, **options)
 
-    monkeypatch.setattr(pk.SamplingParams, "choose", slow)
-    last = run("generate", "--max-tokens", 3, "--model", gguf, "Hi")[1]
-    assert float(re.search(r"prompt of 1 token in (\S+) s", last)[1]) < 0.25
-    if len(calls) == 3:
-        assert float(re.search(r"(\S+) tokens/s", last)[1]) > 2 / 0.25
+    monkeypatch.setattr(pk.LlamaModel, "step", slow)
+    last = run("generate", "--max-tokens", 3, "--ignore-eos", "--model", gguf, "x" * 300)[1]
+    assert [sum(len(tokens) for _, tokens in rows) for rows in calls] == [256, 44, 1, 1]  # Ctrl-C is heard between
+    assert float(re.search(r"prompt of 300 tokens in (\S+) s", last)[1]) >= 0.4
+    assert float(re.search(r"(\S+) tokens/s", last)[1]) > 2 / 0.2
 
 
 def test_peak_of_blocks_though_samples_end_early(run, gguf, monkeypatch):
     """The second of two samples ends long before the first."""
     prompt = "x" * 20
-
-    def choose(self, logits, sample, position):
-        if sample == 1 and position == 25:
-            return END
-        return 97 if position < 60 or sample else END
-
-    monkeypatch.setattr(pk.SamplingParams, "choose", choose)
+    draw_by(monkeypatch, lambda sample, n: END if n == (5 if sample else 40) else 97)
     last = run("generate", "-n", 2, "--max-tokens", 50, "--model", gguf, prompt)[1]
     # The first alone has rows 0 to 59 in the end. Together they had one block each and one that they shared: without
     # sharing four too, so the pool could not have been smaller.
     assert "4 blocks used, 0 saved" in last
-    monkeypatch.setattr(pk.SamplingParams, "choose", lambda *_: 97)
+    draw_by(monkeypatch, lambda *_: 97)
     assert "7 blocks used, 1 saved" in run("generate", "-n", 2, "--max-tokens", 41, "--model", gguf, prompt)[1]
-    monkeypatch.setattr(pk.SamplingParams, "choose", lambda *_: END)
+    draw_by(monkeypatch, lambda *_: END)
     assert "2 blocks used, 6 saved" in run("generate", "-n", 4, "--max-tokens", 50, "--model", gguf, prompt)[1]
+
+
+@pytest.mark.parametrize("n_prompt", [1, 15, 16, 17, 32])
+@pytest.mark.parametrize("max_tokens", [1, 2, 16, 17])
+def test_the_pool_is_as_large_as_it_must_be(run, gguf, monkeypatch, n_prompt, max_tokens):
+    """No sample is put off for want of blocks, and the last step has no block left."""
+    made, init = [], pk.LLM.__init__
+    monkeypatch.setattr(pk.LLM, "__init__", lambda self, *args, **options: (made.append(self),
+                                                                            init(self, *args, **options))[1])
+    args = ("--ignore-eos", "--max-tokens", max_tokens, "--model", gguf, "x" * n_prompt)
+    assert run("generate", "-n", 3, *args)[0] == 0
+    stats = made[0].stats()
+    assert stats["preemptions"] == 0 and stats["blocks_used_most"] == made[0].pool.n_blocks
+    assert stats["blocks_used"] == stats["blocks_cached"] == 0
+
+
+def test_sampling_options_reach_the_engine(run, gguf, monkeypatch):
+    asked, stream = [], pk.LLM.stream
+    monkeypatch.setattr(pk.LLM, "stream", lambda self, prompt, params: (asked.append(params),
+                                                                        stream(self, prompt, params))[1])
+    options = {"max_tokens": 7, "temperature": 0.5, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1,
+               "presence_penalty": -0.5, "frequency_penalty": 0.25, "seed": 9}  # fmt: skip
+    args = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
+    run("generate", *args, "-n", 2, "--stop", "zq", "--stop", "\n", "--ignore-eos", "--model", gguf, "Hi")
+    assert asked == [pk.SamplingParams(n=2, stop=["zq", "\n"], ignore_eos=True, **options)]
+
+
+def test_a_stop_text_ends_a_sample(run, gguf, monkeypatch):
+    """Across tokens, held back until it is clear, and left out."""
+    script(monkeypatch, b"abcabd, no more", b"abab")
+    status, output, _ = run("generate", "-n", 2, "--stop", "bd", "--model", gguf, "Hi")
+    assert samples_of(output)[0] == ["abca\n", "abab\n"] and "; 2 ended by themselves;" in output
+    pieces = []
+    monkeypatch.setattr(cli, "_write", pieces.append)
+    run("generate", "--quiet", "--stop", "cabd", "--model", gguf, "Hi")
+    assert "".join(pieces) == "ab\n"
+
+
+def test_speculation_shows_in_the_statistics_only(run, gguf, tmp_path):
+    args = ("generate", "-n", 2, "--max-tokens", 60, "--temperature", 0.3, "--ignore-eos", "--model", gguf,
+            "a b a b a b a")  # fmt: skip
+    want, last = samples_of(run(*args)[1])
+    assert "draft" not in last
+    for what in ("ngram", gguf):
+        texts, last = samples_of(run(*args, "--speculative", what)[1])
+        n_accepted, n_drafted = map(int, re.search(r" tokens/s on \d+ threads?; (\d+) of (\d+) drafts accepted; ",
+                                                   last).groups())  # fmt: skip
+        assert texts == want and 0 < n_accepted <= n_drafted
+    assert "no file or directory 'nowhere'" in run(*args, "--speculative", "nowhere")[2]
 
 
 def test_half_a_character_is_never_printed(run, gguf, monkeypatch):
@@ -226,8 +273,9 @@ def test_half_a_character_is_never_printed(run, gguf, monkeypatch):
     assert status == 0
     assert output == "".join(f"--- sample {i + 1} of 3 ---\n{text}\n" for i, text in enumerate(texts))
     assert "".join(pieces) == output and "\ufffd" not in output
-    # A character that --max-tokens cuts is left out.
-    script(monkeypatch, "né€😀".encode()[:-1], stops=False)
+    # A character that --max-tokens or an end token cuts is left out.
+    assert run("generate", "--quiet", "--max-tokens", 9, "--model", gguf, "Hi")[1] == "né€\n"
+    script(monkeypatch, "né€😀".encode()[:-1])
     assert run("generate", "--quiet", "--model", gguf, "Hi")[1] == "né€\n"
 
 
@@ -269,14 +317,12 @@ def test_greedy_samples_are_the_same_and_said_so(run, gguf):
 
 
 def test_max_tokens_are_cut_at_the_context(run, gguf, monkeypatch):
-    asked = []
-    monkeypatch.setattr("pagedkv.generate.generate", lambda *args: (asked.append(args[4]), iter(()))[1])
-    monkeypatch.setattr(cli, "_Clocked", lambda sampling: type("Clocked", (), {"first_s": 0.0}))
-    _, _, errors = run("generate", "--max-tokens", 3000, "--model", gguf, "Hi!")
-    assert asked == [2998]
-    assert errors == ("pagedkv: --max-tokens 3000 is cut to 2998: the model's context holds 3,000 tokens, and the "
-                      "prompt takes 2\n")  # fmt: skip
-    assert run("generate", "--max-tokens", 2998, "--model", gguf, "Hi!")[2] == "" and asked[1:] == [2998]
+    script(monkeypatch, b"a" * 3000)
+    status, output, errors = run("generate", "--max-tokens", 3000, "--model", gguf, "x" * 2990)
+    assert status == 0 and output.startswith("a" * 10 + "\n[10 tokens in 1 sample, ")
+    assert errors == ("pagedkv: --max-tokens 3000 is cut to 10: the model's context holds 3,000 tokens, and the "
+                      "prompt takes 2,990\n")  # fmt: skip
+    assert run("generate", "--max-tokens", 10, "--model", gguf, "x" * 2990)[2] == ""
 
 
 def test_an_extreme_temperature_does_not_warn(run, gguf):
@@ -310,6 +356,10 @@ def test_an_extreme_temperature_does_not_warn(run, gguf):
     (["generate", "--temperature", "warm", "a"], "argument --temperature: invalid float value: 'warm' .*"),
     (["generate", "--top-p", "0", "a"], r"top_p must be in \(0, 1\], not 0.0"),
     (["generate", "--top-k", "-2", "a"], "top_k must be 0 .*"),
+    (["generate", "--min-p", "2", "a"], r"min_p must be in \[0, 1\], not 2.0"),
+    (["generate", "--presence-penalty", "-2.5", "a"], r"presence_penalty must be in \[-2, 2\], not -2.5"),
+    (["generate", "--repetition-penalty", "0", "a"], "repetition_penalty must be a number above 0, not 0.0"),
+    (["generate", "--stop", "", "a"], r"stop must be a list of texts that are not empty, not \[''\]"),
     (["generate", "--seed", "-1", "a"], r"seed must be in \[0, 2\*\*64\), not -1"),
     (["generate", "a\udcffb"], "the prompt is not UTF-8: invalid start byte at byte 1"),
     (["generate", "a\ud800b"], "the prompt holds a lone surrogate, which is no character"),
@@ -341,23 +391,32 @@ def test_a_prompt_longer_than_the_context(run, gguf):
 
 
 def test_errors_are_without_status_codes(run, gguf, monkeypatch):
-    def exhausted(*_):
-        raise pk.PoolExhausted("needs 7 blocks, 3 of 64 are free", (pk.PkvStatus.PKV_ERR_EXHAUST,))
+    def fail(error):
+        def step(*_, **__):
+            raise error
 
-    monkeypatch.setattr("pagedkv.generate.generate", exhausted)
-    assert run("generate", "--model", gguf, "a")[2] == "pagedkv: error: needs 7 blocks, 3 of 64 are free\n"
+        monkeypatch.setattr(pk.LlamaModel, "step", step)
+
     for error, sentence in (
+        (pk.PoolExhausted("needs 7 blocks, 3 of 64 are free", (pk.PkvStatus.PKV_ERR_EXHAUST,)),
+         "needs 7 blocks, 3 of 64 are free"),
         (MemoryError(), "not enough memory"),
         (MemoryError("no memory for x"), "not enough memory: no memory for x"),
         (PermissionError(13, "Permission denied", "/a/b"), "/a/b: Permission denied"),
-    ):
-        monkeypatch.setattr("pagedkv.generate.generate", lambda *_, error=error: (_ for _ in ()).throw(error))
-        status, _, errors = run("generate", "--model", gguf, "a")
-        assert (status, errors) == (2, f"pagedkv: error: {sentence}\n")
+    ):  # fmt: skip
+        fail(error)
+        assert run("generate", "--model", gguf, "a") == (2, "", f"pagedkv: error: {sentence}\n")
+
+
+def test_logits_that_are_no_numbers(run, gguf, monkeypatch):
+    draw_by(monkeypatch, lambda *_: -1)
+    status, output, errors = run("generate", "--model", gguf, "a")
+    assert (status, output) == (2, "")
+    assert errors == "pagedkv: error: the model's logits hold NaN, or no finite maximum\n"
 
 
 def test_a_bug_is_not_hidden(gguf, monkeypatch):
-    monkeypatch.setattr("pagedkv.generate.generate", lambda *_: [].pop())
+    monkeypatch.setattr(pk.LlamaModel, "step", lambda *_, **__: [].pop())
     with pytest.raises(IndexError):
         cli.main(["generate", "--model", str(gguf), "a"])
 
@@ -374,9 +433,11 @@ def test_memory_is_asked_for_before_it_is_taken(run, gguf, monkeypatch):
 def test_memory_that_just_suffices(run, gguf, monkeypatch):
     needed = 2 * 4 * 2 * 32 * 16 * 3 + 4 * 3 * len(TOKENS)  # three samples of one block
     monkeypatch.setattr("pagedkv.model._available_nbytes", lambda: needed)
-    assert run("generate", "-n", 3, "--max-tokens", 9, "--model", gguf, "Hi")[0] == 0
+    args = ("generate", "-n", 3, "--max-tokens", 9, "--model", gguf, "Hi")
+    assert run(*args)[0] == 0 and run(*args, "--min-p", 0.1)[0] == 0
+    assert run(*args, "--presence-penalty", 1)[0] == 2  # a second row of logits each
     monkeypatch.setattr("pagedkv.model._available_nbytes", lambda: needed - 1)
-    assert run("generate", "-n", 3, "--max-tokens", 9, "--model", gguf, "Hi")[0] == 2
+    assert run(*args)[0] == 2
 
 
 @pytest.mark.parametrize("nbytes, words", [
@@ -525,23 +586,24 @@ def test_a_reader_that_goes_away(gguf, args):
 
 
 def test_interrupted_generation_shows_what_there_is(run, gguf, monkeypatch):
-    def interrupted(*_):
-        yield [(0, 97, False), (1, 98, False), (2, 99, False)]
-        yield [(0, 100, False), (1, END, True), (2, 0xE2, False)]  # the last: the first byte of three
-        raise KeyboardInterrupt
+    texts = b"ad", b"b", b"c\xe2"  # the last: the first byte of three
 
-    monkeypatch.setattr("pagedkv.generate.generate", interrupted)
+    def choose(sample, n):
+        if n == 2:
+            raise KeyboardInterrupt
+        return texts[sample][n] if n < len(texts[sample]) else END
+
+    draw_by(monkeypatch, choose)
     status, output, errors = run("generate", "-n", 3, "--model", gguf, "Hi")
     assert (status, errors) == (130, "pagedkv: interrupted\n")
     assert output == "".join(f"--- sample {i} of 3 ---\n{text}\n" for i, text in ((1, "ad"), (2, "b"), (3, "c")))
 
 
 def test_interrupted_before_the_first_token(run, gguf, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
-        yield
 
-    monkeypatch.setattr("pagedkv.generate.generate", interrupted)
+    monkeypatch.setattr(pk.LlamaModel, "step", interrupted)
     assert run("generate", "-n", 3, "--model", gguf, "Hi") == (130, "", "pagedkv: interrupted\n")
 
 

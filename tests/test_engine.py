@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from promise_rows import real_model
-from tiny import tiny_config, tiny_tensors, write_hf
+from tiny import tiny_config, tiny_tensors, write_gguf, write_hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import pagedkv as pk
@@ -697,6 +697,56 @@ def test_stats(model):
     stats = llm.stats()
     assert (stats["tokens"], stats["preemptions"], stats["prefix_queries"]) == (12, 0, 68) and stats["tokens_per_s"] > 0
     assert_idle(llm)
+
+
+def test_blocks_in_use_are_compared_with_those_without_sharing(model):
+    """A prompt of a block and 5 rows, four samples, by hand."""
+    llm = LLM(model, n_blocks=40, enable_prefix_caching=False)
+    stream = llm.stream(ids(1, 21), SamplingParams(n=4, max_tokens=30, ignore_eos=True))
+    seen = [(stats["blocks_used_most"], stats["blocks_unshared_most"]) for stats in (llm.stats() for _ in stream)]
+    # One prompt serves four; each goes on in a copy of its tail; 50 rows in the end, three blocks of each its own.
+    assert seen[0] == (2, 4 * 2) and seen[1] == (1 + 4, 4 * 2) and seen[-1] == (1 + 4 * 3, 4 * 4)
+
+
+def test_run_takes_requests_as_there_is_place(model):
+    """Keys and texts as of LLM.generate; no more in memory than twice what runs; closing ends what is under way."""
+    prompts, params = requests(7, 25)
+    want = [out.outputs for out in LLM(model, n_blocks=64).generate(prompts, params, use_tqdm=False)]
+    engine, got, n_taken = LLM(model, n_blocks=64, max_num_seqs=3)._engine, {}, 0
+
+    def coming():
+        nonlocal n_taken
+        for i, each in enumerate(zip(prompts, params)):
+            n_taken += 1
+            assert sum(params[j].n for j in range(i) if j not in got) <= 6 + 4
+            yield i, *each
+
+    for ended in engine.run(coming()):
+        got |= {i: request.output().outputs for i, request in ended}
+    assert [got[i] for i in range(25)] == want and n_taken == 25 and not engine.has_work
+    steps = engine.run((i, [5], SamplingParams(max_tokens=50, ignore_eos=True)) for i in range(9))
+    next(steps)
+    assert engine.stats()["running"] == 3
+    steps.close()
+    assert not engine.has_work and engine.stats()["blocks_used"] == 0
+    assert list(engine.run([])) == []
+
+
+def test_weights_and_compute_reach_the_model(tmp_path):
+    path = tmp_path / "quantised.gguf"
+    config = tiny_config()
+    write_gguf(path, config, tiny_tensors(config), types="q8_0")
+    model = LLM(path, n_blocks=4, compute="int8").model
+    assert model.compute == "int8" == LLM(model, n_blocks=4, compute="int8").model.compute
+    assert LLM(path, n_blocks=4).model.compute == "float32"
+    with pytest.raises(ValueError, match="compute='float32', but the model is loaded already, with compute='int8'"):
+        LLM(model, n_blocks=4, compute="float32")
+    with pytest.raises(ValueError, match="weights='float32' is chosen when a model is loaded"):
+        LLM(model, n_blocks=4, weights="float32")
+    with pytest.raises(ValueError, match="compute='int8' multiplies the codes"):
+        LLM(path, n_blocks=4, weights="float32", compute="int8")
+    quantised, expanded = (LLM(path, n_blocks=4, weights=weights).model for weights in ("auto", "float32"))
+    assert expanded.weight_nbytes > 2 * quantised.weight_nbytes
 
 
 def test_the_progress_bar(model, capsys):

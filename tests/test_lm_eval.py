@@ -10,9 +10,9 @@ import pytest
 lm_eval = pytest.importorskip("lm_eval", reason="needs the extra pagedkv[lm-eval]")
 
 import pagedkv as pk  # noqa: E402
+import lm_eval.models.utils  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
-from pagedkv.generate import generate  # noqa: E402
 from pagedkv.lm_eval import PagedKVLM  # noqa: E402
 from test_cli import BEGIN, CONFIG, END, METADATA, text_tensors  # noqa: E402
 from tiny import write_gguf  # noqa: E402
@@ -43,6 +43,24 @@ def logprob(model, context, continuation):
     seq = model.new_sequence(model.new_pool(n_tokens=3000))
     logits = model.prefill([*context, *continuation], seq, all_logits=True)[len(context) - 1:-1]
     return log_softmax(logits)[np.arange(len(continuation)), continuation].sum()
+
+
+def text_alone(lm, context, options, seed=0):
+    """What a context goes on with: single steps in a pool of its own, and the harness's reading of the options."""
+    options = lm_eval.models.utils.normalize_gen_kwargs(options, lm.max_gen_toks)
+    params = pk.SamplingParams(temperature=options.get("temperature", 1.0) if options["do_sample"] else 0.0,
+                               top_p=options.get("top_p", 1.0), top_k=options.get("top_k", 0), seed=seed)  # fmt: skip
+    ids = lm.tok_encode(context)[-(lm.max_length - options["max_gen_toks"]):]
+    seq, tokens = lm.model.new_sequence(lm.model.new_pool(n_tokens=3000)), []
+    logits = lm.model.prefill(ids, seq)
+    while len(tokens) < options["max_gen_toks"]:
+        token = params.choose(logits, 0, len(seq))
+        if token == END:
+            break
+        tokens.append(token)
+        logits = lm.model.decode_step([token], [seq])[0]
+    text = lm.tokenizer.decode(tokens, skip_special_tokens=True)
+    return lm_eval.models.utils.postprocess_generated_text(text, options["until"], None)
 
 
 # ---- Through the harness ----
@@ -86,10 +104,8 @@ def test_tasks(tmp_path, path, lm):
     n_bytes = sum(map(len, texts))
     assert math.isclose(out["results"]["words"]["byte_perplexity,none"], math.exp(-total / n_bytes), rel_tol=1e-12)
     for sample in out["samples"]["write"]:
-        ids = encode(sample["doc"]["prompt"])
-        events = generate(model, model.new_pool(n_tokens=200), ids, 1, 8, pk.SamplingParams(temperature=0), (END,))
-        tokens = [token for ((_, token, _),) in events]
-        assert sample["resps"] == [[lm.tokenizer.decode(tokens, skip_special_tokens=True).split("q")[0]]]
+        want = text_alone(lm, sample["doc"]["prompt"], {"until": ["q"], "max_gen_toks": 8, "do_sample": False})
+        assert sample["resps"] == [[want]]
 
 
 def test_it_is_registered_and_made_from_arguments(path):
@@ -100,8 +116,11 @@ def test_it_is_registered_and_made_from_arguments(path):
     assert (made.pool.dtype, made.pool.n_blocks, made.max_length) == ("float16", 4, 40)
     assert PagedKVLM(made.model, n_tokens=32).max_length == 32 and made.tokenizer_name == made.model.fingerprint
     for length in (0, 65):
-        with pytest.raises(ValueError, match=rf"max_length {length} is outside \[1, 64\]"):
+        with pytest.raises(ValueError, match=rf"max_length {length} is outside \[1, 64\].* the pool of 4 blocks of 16"):
             PagedKVLM(made.model, n_tokens=64, max_length=length)
+    with pytest.raises(ValueError, match=r"max_length 3001 is outside \[1, 3000\], what the model's context of 3000"):
+        PagedKVLM(made.model, n_tokens=4000, max_length=3001)
+    assert PagedKVLM(made.model).pool.n_blocks == 2 * 3000 // 16  # two contexts: one is short
 
 
 # ---- Each kind of request ----
@@ -161,10 +180,84 @@ def test_generation_ends_where_it_is_told(lm):
     assert sampled[0] == sampled[1] != whole
     again = lm.generate_until(instances("generate_until", *[("Hi ", options)] * 2))
     assert again[0] == sampled[0] != again[1]
-    with pytest.raises(ValueError, match=r"\['num_beams'\] are not known"):
-        text(num_beams=4)
-    with pytest.raises(ValueError, match="1024 tokens to generate leave no room for a prompt in 1024"):
-        text(max_gen_toks=1024)
+
+
+MIXED = [{"max_gen_toks": 12}, {"until": ["e"], "max_gen_toks": 30}, {"until": " ", "max_new_tokens": 25},
+         {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "max_gen_toks": 20},
+         {"temperature": 0.7, "max_tokens": 9},
+         {"do_sample": False, "temperature": 3.0, "top_k": 5, "num_beams": 1, "max_gen_toks": 1},
+         {"do_sample": True, "top_k": 7, "until": ["x", "ab", "r"], "max_completion_tokens": 40}]  # fmt: skip
+
+
+def test_mixed_requests_run_together_and_each_as_alone(lm):
+    """Pools in which all run at once, few, and one at a time; the texts in the requests' order."""
+    contexts = ["Hi there" * (i % 4) + f"{i} by the sea" for i in range(15)]
+    requests = [(context, MIXED[i % len(MIXED)]) for i, context in enumerate(contexts)]
+    requests.append(requests[3])  # again: another sample
+    want = [text_alone(lm, context, dict(options)) for context, options in requests[:-1]]
+    want.append(text_alone(lm, *requests[3], seed=1))
+    assert want[-1] != want[3] and len(set(want)) > 12
+    for n_tokens in (4096, 192, 96):
+        each = PagedKVLM(lm.model, n_tokens=n_tokens, max_length=96)
+        assert each.generate_until(instances("generate_until", *requests)) == want
+        assert each.pool.n_free == each.pool.n_blocks
+
+
+def test_requests_share_steps_and_prompts(lm, monkeypatch):
+    rows, step = [], type(lm.model).step
+
+    def counted(self, batch, *args, **options):
+        rows.append([len(tokens) for _, tokens in batch])
+        return step(self, batch, *args, **options)
+
+    monkeypatch.setattr(type(lm.model), "step", counted)
+    shots = "a shot " * 20
+    options = {"max_gen_toks": 8, "until": ["\0"]}
+    lm.generate_until(instances("generate_until", *[(f"{shots}{i}", options) for i in range(100)]))
+    assert max(map(len, rows)) > 32 and len(rows) < 60
+    assert sum(map(sum, rows)) < 64 * 145 + 36 * 20 + 100 * 8  # the later ones find the shots in the cache
+
+
+def test_requests_are_told_as_they_end(lm, monkeypatch, capsys):
+    """The cache has each text when its request ends, and the bar counts it; what waits is not read yet."""
+    told, read = [], []
+
+    class Hook:
+        def add_partial(self, kind, args, text):
+            told.append((kind, args, text))
+            assert len(read) <= len(told) + 2 * 64 + 1
+
+    encode = PagedKVLM.tok_encode
+    monkeypatch.setattr(PagedKVLM, "tok_encode", lambda self, text: (read.append(text), encode(self, text))[1])
+    monkeypatch.setattr(lm, "cache_hook", Hook())
+    requests = [(f"text {i}", {"max_gen_toks": 30 if i == 0 else 1 + i % 3}) for i in range(300)]
+    texts = lm.generate_until(instances("generate_until", *requests))
+    assert told[0][1] != requests[0] and len(told) == len(read) == 300  # the longest one ends later
+    assert sorted(told) == sorted(("generate_until", args, text) for args, text in zip(requests, texts))
+    assert "Running generate_until requests: 100%" in capsys.readouterr().err
+    lm.generate_until(instances("generate_until", *requests[:2]), disable_tqdm=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_impossible_options_are_refused_before_the_first_step(lm, monkeypatch):
+    monkeypatch.setattr(type(lm.model), "step", None)
+    for options, message in [({"num_beams": 4}, r"\['num_beams'\] are not known"), ({"top_p": 0}, "top_p must be in"),
+                             ({"max_gen_toks": 0}, "max_tokens must be at least 1"),
+                             ({"max_gen_toks": 1024}, "1024 tokens to generate leave no room for a prompt in 1024")]:
+        with pytest.raises(ValueError, match=message):
+            lm.generate_until(instances("generate_until", ("Hi", {"max_gen_toks": 3}), ("Hi", options)))
+
+
+def test_an_interrupt_gives_the_blocks_back(lm, monkeypatch):
+    class Hook:
+        def add_partial(self, *_):
+            raise KeyboardInterrupt
+
+    requests = instances("generate_until", *[("Hi " * 9, {"max_gen_toks": 2 + i}) for i in range(9)])
+    monkeypatch.setattr(lm, "cache_hook", Hook())
+    with pytest.raises(KeyboardInterrupt):
+        lm.generate_until(requests)
+    assert lm.pool.n_free == lm.pool.n_blocks
 
 
 def test_chat(lm):

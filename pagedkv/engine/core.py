@@ -50,6 +50,7 @@ class Engine:
             self._end_ids |= frozenset(self.tokenizer.eos_token_ids)
         self._end_ids = frozenset(token for token in self._end_ids if 0 <= token < model.config.vocab_size)
         self._n_requests = self._n_tokens = self._n_steps = self._n_drafted = self._n_accepted = 0
+        self._most_used = self._most_unshared = 0
         self._busy_s = 0.0
         self._torn = None  # the request that takes a token just now
 
@@ -122,6 +123,42 @@ class Engine:
     def has_work(self):
         return bool(self.scheduler.running or self.scheduler.waiting)
 
+    def run(self, requests):
+        """Run requests as they come, and hand out those that have ended after each step.
+
+        Parameters
+        ----------
+        requests : iterable of (object, list of int, SamplingParams)
+            A key, and a prompt and its parameters that :meth:`check` lets pass. One is asked for when there is place
+            for its samples: as many as run at a time, and as many again that wait, are in memory.
+
+        Yields
+        ------
+        list of (object, Request)
+            The keys and requests that a step has ended, if any; one may have ended with an error.
+
+        Notes
+        -----
+        Nobody else may step meanwhile. Closing the generator, or an exception in it, ends the requests under way.
+        """
+        most, coming = 2 * self.scheduler.max_num_seqs, iter(requests)
+        going, n_samples = {}, 0  # number of a request -> its key and itself; samples of them all
+        try:
+            ready = next(coming, None)
+            while ready is not None or going:
+                while ready is not None and (not going or n_samples + ready[2].n <= most):
+                    key, prompt_ids, params = ready
+                    request = self.add(None, prompt_ids, params)
+                    going[request.number] = key, request
+                    n_samples += params.n
+                    ready = next(coming, None)
+                ended = [going.pop(request.number) for request in self.step() if request.finished]
+                n_samples -= sum(request.params.n for _, request in ended)
+                yield ended
+        finally:
+            for _, request in going.values():
+                self.abort(request)
+
     def step(self):
         """One step of the model, over rows of as many requests as fit.
 
@@ -175,6 +212,7 @@ class Engine:
             batch.append((sample.seq, np.array(sample.tokens[first:first + n] + drafts, np.int64)))
         logits = self.model.step(batch, n_logits=counts, out=self.sampler.rows(sum(counts)))
         self._n_steps += 1
+        self._note_blocks()
 
         wanted, end = [], 0
         for (sample, _, drafts), count in zip(rows, counts):
@@ -197,6 +235,13 @@ class Engine:
                 if sample.finish_reason is not None:
                     self.scheduler.remove(sample)
         return requests
+
+    def _note_blocks(self):
+        """Compare the blocks in use with the most so far: in fact, and if each sample had all of its own."""
+        self._most_used = max(self._most_used, self.pool.n_blocks - self.pool.n_free - self.cache.n_idle)
+        block_size = self.pool.block_size
+        self._most_unshared = max(self._most_unshared, sum(
+            len(self._drawn_with(sample)) * -(-len(sample.seq) // block_size) for sample in self.scheduler.running))
 
     def _draw(self, logits, wanted):
         """Give samples their tokens: the next one, and while it is the draft, the one after.
@@ -291,7 +336,9 @@ class Engine:
         -------
         dict
             ``running``, ``waiting``: samples. ``blocks_free``, ``blocks_used`` (by sequences), ``blocks_cached``
-            (kept for later prompts, evicted when needed): all add up to the pool. ``prefix_queries``,
+            (kept for later prompts, evicted when needed): all add up to the pool. ``blocks_used_most``,
+            ``blocks_unshared_most``: the most that a step had, and that it would have had without sharing.
+            ``prefix_queries``,
             ``prefix_hits``: tokens looked for in the prefix cache, and found. ``preemptions``, ``steps``, ``tokens``:
             since the start. ``drafted``, ``accepted``: tokens proposed by speculation, and those that were drawn then.
             ``tokens_per_s``: drawn in the time that steps took.
@@ -300,6 +347,7 @@ class Engine:
         return {
             "running": len(self.scheduler.running), "waiting": len(self.scheduler.waiting),
             "blocks_free": n_free, "blocks_used": self.pool.n_blocks - n_free - n_cached, "blocks_cached": n_cached,
+            "blocks_used_most": self._most_used, "blocks_unshared_most": self._most_unshared,
             "prefix_queries": self.cache.n_queries, "prefix_hits": self.cache.n_hits,
             "preemptions": self.scheduler.n_preemptions, "steps": self._n_steps, "tokens": self._n_tokens,
             "drafted": self._n_drafted, "accepted": self._n_accepted,

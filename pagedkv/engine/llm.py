@@ -49,6 +49,9 @@ class LLM:
         As of :func:`pagedkv.set_num_threads`, which holds for the process.
     seed : int
         From it requests get seeds whose own is None, by their order of arrival.
+    weights, compute : str, optional
+        As of :meth:`LlamaModel.load`, by default its defaults. Of a model that is loaded already, `weights` cannot be
+        chosen any more, and another `compute` than its own is an error.
 
     Attributes
     ----------
@@ -72,11 +75,11 @@ class LLM:
     """
 
     def __init__(self, model, n_blocks=None, kv_dtype="float32", block_size=16, max_num_seqs=64,
-                 max_num_batched_tokens=512, enable_prefix_caching=True, speculative=None, num_threads=None, seed=0):
+                 max_num_batched_tokens=512, enable_prefix_caching=True, speculative=None, num_threads=None, seed=0,
+                 weights=None, compute=None):
         if num_threads is not None:
             set_num_threads(num_threads)
-        if not isinstance(model, LlamaModel):
-            model = LlamaModel.load(model)
+        model = _load(model, weights, compute)
         max_num_seqs = operator.index(max_num_seqs)
         pool = model.new_pool(n_blocks=n_blocks, block_size=block_size, dtype=kv_dtype, n_seqs=max_num_seqs)
         drafter = read_speculative(speculative, model, pool.n_blocks * pool.block_size, pool.block_size)
@@ -277,6 +280,18 @@ class LLM:
             for request in requests:
                 if not request.finished:
                     self._engine.abort(request)
+
+
+def _load(model, weights, compute):
+    """The model, loaded if it is not, with these choices where they are made."""
+    if not isinstance(model, LlamaModel):
+        chosen = {"weights": weights, "compute": compute}
+        return LlamaModel.load(model, **{name: value for name, value in chosen.items() if value is not None})
+    if weights is not None:
+        raise ValueError(f"weights={weights!r} is chosen when a model is loaded, and this one is loaded already")
+    if compute not in (None, model.compute):
+        raise ValueError(f"compute={compute!r}, but the model is loaded already, with compute={model.compute!r}")
+    return model
 
 
 def _is_ids(prompt):
