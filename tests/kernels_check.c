@@ -438,7 +438,7 @@ static void check_matmul_case(int64_t n_rows, int64_t n_cols, int64_t n_k, int a
     for (int64_t k = 0; k < n_k; k++)
         for (int64_t j = n_cols; j < PKV_PANEL; j++)
             panel[k * PKV_PANEL + j] = NAN;
-    scalar->matmul_f32(x, ldx, n_rows, panel, n_k, want, ldy, n_cols, accumulate, panel);
+    scalar->matmul_f32(x, ldx, n_rows, panel, n_k, want, ldy, n_cols, accumulate, NULL);
     digest(want, n_y);
     /* Drawn outside the loop: the draws must not depend on how many ISAs there are. */
     int64_t k_1 = rng_below(n_k + 1), k_2 = k_1 + rng_below(n_k - k_1 + 1), m_1 = rng_below(n_rows + 1);

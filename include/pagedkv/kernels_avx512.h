@@ -233,7 +233,7 @@ static void pkv_matmul_f32_avx512(const float *x, int64_t ldx, int64_t n_rows, c
          * tiles share out the fetching of the next panel. */
         const float *ahead = panel + PKV_AHEAD_AVX512;
         int64_t ahead_step = PKV_PANEL;
-        if (n_tiles > 1) {
+        if (n_tiles > 1 && next) {
             ahead = next + n_k * tile / n_tiles * PKV_PANEL;
             ahead_step = (PKV_PANEL + n_tiles - 1) / n_tiles;
         }

@@ -157,7 +157,7 @@ static void pkv_add_f32_scalar(float *y, const float *x, int64_t n) {
  *   panel  [n_k, 32]         64-byte aligned
  *   y      [n_rows, n_cols]  row stride ldy, n_cols <= 32; nothing beyond n_cols is written
  * With accumulate the sums start from y instead of 0: k can be split, and the bits stay.
- * next is what will be read after the panel; SIMD files ask memory for it, nothing here depends on it. */
+ * next, or NULL, is what will be read after the panel; SIMD files ask memory for it, nothing here depends on it. */
 static void pkv_matmul_f32_scalar(const float *x, int64_t ldx, int64_t n_rows, const float *panel, int64_t n_k,
                                   float *y, int64_t ldy, int64_t n_cols, int accumulate, const float *next) {
     (void)next;

@@ -127,6 +127,13 @@ static inline int64_t pkv_group_begin(int64_t i, int64_t n_groups, int64_t n_pan
 /* Floats of scratch that pkv_matmul_panels needs. */
 #define PKV_MATMUL_SCRATCH (PKV_SLICE_PANELS * PKV_K_TILE * PKV_PANEL)
 
+/* Floats from step k on of the panel after p, NULL where there is none or it holds codes: what a matmul of p asks
+ * memory for. */
+static inline const float *pkv_floats_after(const pkv_weight *w, int64_t p, int64_t k) {
+    int is_f32 = p + 1 < pkv_panels_for(w->n) && w->panels[p + 1].dtype == PKV_F32;
+    return is_f32 ? (const float *)w->panels[p + 1].data + k * PKV_PANEL : NULL;
+}
+
 /* At most PKV_SLICE_PANELS panels [begin, end) of y = x W^T, slice by slice of k, coded panels expanded
  * once for all rows; y starts at the first of these columns. */
 static inline void pkv_matmul_slices(const pkv_kernels *kernels, pkv_rows in, const pkv_weight *w, int64_t begin,
@@ -139,14 +146,10 @@ static inline void pkv_matmul_slices(const pkv_kernels *kernels, pkv_rows in, co
             tile = pkv_min(tile, n_rows > PKV_FEW_ROWS ? PKV_K_TILE : PKV_CODED_K);
     for (int64_t k = 0; k < w->k; k += tile) {
         int64_t n_k = pkv_min(tile, w->k - k);
-        const float *slices[PKV_SLICE_PANELS + 1];
-        for (int64_t j = 0; j <= n_panels; j++) {
+        const float *slices[PKV_SLICE_PANELS];
+        for (int64_t j = 0; j < n_panels; j++) {
             const pkv_panel *panel = &w->panels[begin + j];
-            if (j == n_panels) /* what the next group will read, where that is known to be floats */
-                slices[j] = end < pkv_panels_for(w->n) && panel->dtype == PKV_F32
-                                ? (const float *)panel->data + k * PKV_PANEL
-                                : slices[0];
-            else if (panel->dtype == PKV_F32)
+            if (panel->dtype == PKV_F32)
                 slices[j] = (const float *)panel->data + k * PKV_PANEL;
             else {
                 float *values = scratch + j * PKV_K_TILE * PKV_PANEL;
@@ -158,7 +161,8 @@ static inline void pkv_matmul_slices(const pkv_kernels *kernels, pkv_rows in, co
             int64_t m = n_rows * i / n_blocks, rows = n_rows * (i + 1) / n_blocks - m;
             for (int64_t j = 0; j < n_panels; j++)
                 kernels->matmul_f32(in.x + m * w->k + k, w->k, rows, slices[j], n_k, y + m * ldy + j * PKV_PANEL, ldy,
-                                    pkv_min(PKV_PANEL, w->n - (begin + j) * PKV_PANEL), k > 0, slices[j + 1]);
+                                    pkv_min(PKV_PANEL, w->n - (begin + j) * PKV_PANEL), k > 0,
+                                    pkv_floats_after(w, begin + j, k));
         }
     }
 }
@@ -178,7 +182,7 @@ static inline void pkv_matmul_f32_panels(const pkv_kernels *kernels, pkv_rows in
         float *to = y + (p - begin) * PKV_PANEL;
         if (panel->dtype == PKV_F32)
             kernels->matmul_f32(in.x, w->k, in.n, (const float *)panel->data, w->k, to, ldy, n_cols, 0,
-                                (const float *)panel->data);
+                                pkv_floats_after(w, p, 0));
         else
             kernels->matmul_coded(panel->dtype, in.x, w->k, in.n, (const uint8_t *)panel->data, w->k, to, ldy, n_cols);
     }
