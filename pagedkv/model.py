@@ -371,8 +371,8 @@ class LlamaModel:
         """An empty :class:`Sequence` over `pool`; `max_tokens` defaults to the model's context length."""
         return Sequence(pool, self.config.context_len if max_tokens is None else max_tokens)
 
-    def step(self, rows: Iterable[tuple[Sequence, npt.ArrayLike]], all_logits: bool = False, out: npt.NDArray[np.float32] | None = None,
-             n_logits: list[int] | None = None) -> npt.NDArray[np.float32]:
+    def step(self, rows: Iterable[tuple[Sequence, npt.ArrayLike]], all_logits: bool = False,
+             out: npt.NDArray[np.float32] | None = None, n_logits: list[int] | None = None) -> npt.NDArray[np.float32]:
         """Append tokens to sequences and return logits: the one primitive.
 
         Parameters
@@ -410,7 +410,8 @@ class LlamaModel:
         logits_of = n_logits if n_logits is not None else "all" if all_logits else "last"
         return self._core.step([seq for seq, _ in rows], [_token_array(tokens) for _, tokens in rows], logits_of, out)
 
-    def decode_step(self, token_ids: npt.ArrayLike, seqs: Iterable[Sequence], out: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
+    def decode_step(self, token_ids: npt.ArrayLike, seqs: Iterable[Sequence],
+                    out: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
         """One new token for each sequence; logits float32 ``[len(seqs), vocab_size]``. See :meth:`step`."""
         if seqs is None:
             raise NullError("the sequences are missing", (_core.Flv4Status.FLV4_ERR_NULL,))
@@ -420,7 +421,8 @@ class LlamaModel:
                               (_core.Flv4Status.FLV4_ERR_BAD_DIM,))
         return self._core.step(seqs, [token_ids[i:i + 1] for i in range(len(seqs))], "last", out)
 
-    def prefill(self, tokens: npt.ArrayLike, seq: Sequence, chunk: int | None = None, all_logits: bool = False) -> npt.NDArray[np.float32]:
+    def prefill(self, tokens: npt.ArrayLike, seq: Sequence, chunk: int | None = None,
+                all_logits: bool = False) -> npt.NDArray[np.float32]:
         """Append a prompt to one sequence.
 
         Parameters
