@@ -16,7 +16,8 @@ _BAD_DIM = (PkvStatus.PKV_ERR_BAD_DIM,)
 
 
 class _Named(Protocol):  # a LlamaModel, which stands above this layer
-    fingerprint: str
+    @property
+    def fingerprint(self) -> str: ...
 
 
 def _token_ids(tokens, n):
