@@ -12,8 +12,11 @@ from setuptools.command.build_py import build_py
 # PAGEDKV_DEBUG=1 turns Cython's own checks on; the checks at the door are always there.
 DEBUG = os.environ.get("PAGEDKV_DEBUG", "0") not in ("", "0")
 
+# macOS and Windows are untried. MSVC compiles the plain C kernels alone (dispatch.h asks for GCC or clang before it includes
+# the others): the same bits, many times slower. tests/test_wheel.py holds that part to plain C11. On macOS, Homebrew's
+# libomp is found through CFLAGS and LDFLAGS (pyproject.toml, tool.cibuildwheel.macos).
 if sys.platform == "win32":
-    compile_args, link_args = ["/O2", "/openmp", "/fp:precise"], []
+    compile_args, link_args = ["/O2", "/std:c11", "/openmp", "/fp:precise"], []
 elif sys.platform == "darwin":
     compile_args, link_args = ["-O3", "-ffp-contract=off", "-Xpreprocessor", "-fopenmp"], ["-lomp"]
 else:
@@ -28,7 +31,6 @@ core = Extension(
     extra_compile_args=compile_args,
     extra_link_args=link_args,
 )
-
 
 
 class build_py_with_headers(build_py):

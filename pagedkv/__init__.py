@@ -4,7 +4,7 @@ import os as _os
 import sys as _sys
 
 
-def _is_the_command():
+def _is_the_command() -> bool:
     """Whether Python was started as ``pagedkv ...`` or ``python -m pagedkv ...``."""
     name = _os.path.basename(_sys.argv[0]) if getattr(_sys, "argv", None) else ""
     return name in ("pagedkv", "pagedkv.exe") or (name == "-m" and "pagedkv" in _sys.orig_argv)
@@ -56,10 +56,19 @@ from pagedkv.scoring import Score, score
 from pagedkv.sequence import PagedKVIndices, Sequence, SequenceHeader, paged_kv_indices
 from pagedkv.tokenizer import Tokenizer
 
+__all__ = [
+    "ApStatus", "AsyncLLM", "BadDimError", "BadGQAError", "Blk4Status", "BlockPool", "BoundsError", "CompletionOutput",
+    "ElementCountOverflow", "EmptyShape", "Flv4Status", "FormatError", "KvCacheAppendError", "KvaStatus", "LLM",
+    "LlamaConfig", "LlamaModel", "Logprob", "ModelNotFound", "NullError", "PackedWeight", "PagedKVError",
+    "PagedKVIndices", "PkvStatus", "PoolExhausted", "Range", "RequestOutput", "SamplingParams", "Score", "Sequence",
+    "SequenceHeader", "Stk4Status", "TokenError", "Tokenizer", "UnsupportedDtype", "attention", "available_isas", "dot",
+    "exp", "get_include", "get_num_threads", "isa", "kv_cache_append", "matmul", "pack", "paged_attention",
+    "paged_kv_indices", "rmsnorm", "rope", "rope_inv_freq", "score", "set_num_threads", "softmax", "swiglu",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 
-def get_include():
+def get_include() -> str:
     """Directory of the C headers: ``#include "pagedkv/pool.h"`` and its neighbours."""
     here = _os.path.dirname(_os.path.abspath(__file__))
     installed = _os.path.join(here, "include")

@@ -1,10 +1,15 @@
 """Attention over a paged sequence, and over one contiguous buffer."""
 
+import numpy as np
+import numpy.typing as npt
+
 from pagedkv import _core
+from pagedkv._core import SequenceCore
 
 
-def paged_attention(q, k_new, v_new, seq, layer, *, n_heads, n_kv_heads, head_dim, causal=True, scale=None,
-                    window=None):
+def paged_attention(q: npt.ArrayLike, k_new: npt.ArrayLike, v_new: npt.ArrayLike, seq: SequenceCore, layer: int, *,
+                    n_heads: int, n_kv_heads: int, head_dim: int, causal: bool = True, scale: float | None = None,
+                    window: int | None = None) -> npt.NDArray[np.float32]:
     """Append new rows to one layer of a sequence, then attend over all its rows in place.
 
     The caller has reserved the rows (``seq.ensure_append(n)``) and advances after the last layer.
@@ -58,7 +63,8 @@ def paged_attention(q, k_new, v_new, seq, layer, *, n_heads, n_kv_heads, head_di
     return _core.attn_with_paged(q, k_new, v_new, seq, layer, n_heads, n_kv_heads, head_dim, causal, scale, window)
 
 
-def attention(q, k, v, *, n_heads, n_kv_heads, head_dim, causal=True, scale=None, window=None):
+def attention(q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, *, n_heads: int, n_kv_heads: int, head_dim: int,
+              causal: bool = True, scale: float | None = None, window: int | None = None) -> npt.NDArray[np.float32]:
     """Attention over contiguous K and V: the twin that paged results are compared with, bit for bit.
 
     Parameters

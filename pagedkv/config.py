@@ -63,25 +63,25 @@ class LlamaConfig:
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     rope_original_context_len: int = 8192
-    rope_freq_factors: tuple | None = None
+    rope_freq_factors: tuple[float, ...] | None = None
     tied_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
-    full_layers: tuple = ()
+    full_layers: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    eos_token_ids: tuple = ()
+    eos_token_ids: tuple[int, ...] = ()
 
     @property
-    def kv_dim(self):
+    def kv_dim(self) -> int:
         """Floats of K (or V) a token and layer: ``n_kv_heads * head_dim``."""
         return self.n_kv_heads * self.head_dim
 
-    def window(self, layer):
+    def window(self, layer: int) -> int | None:
         """Positions that a row of this layer sees at most, or None."""
         return None if layer in self.full_layers else self.sliding_window
 
     @property
-    def group_size(self):
+    def group_size(self) -> int:
         """Query heads that share one KV head."""
         return self.n_heads // self.n_kv_heads

@@ -4,6 +4,10 @@ A status code of the C layer becomes an exception that carries it. After any of
 them the pool, every sequence and the model are as they were before the call.
 """
 
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Any
+
 
 class PagedKVError(Exception):
     """Base of all errors raised on purpose by pagedkv.
@@ -24,17 +28,17 @@ class PagedKVError(Exception):
         The innermost status, ``chain[-1]``.
     """
 
-    def __init__(self, message, chain=()):
+    def __init__(self, message: str, chain: Iterable[IntEnum] = ()) -> None:
         self.chain = tuple(chain)
         self.message = message
         names = " < ".join(status.name for status in reversed(self.chain))
         super().__init__(f"{message} [{names}]" if names else message)
 
     @property
-    def status(self):
+    def status(self) -> IntEnum | None:
         return self.chain[-1] if self.chain else None
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.chain)
 
 

@@ -57,7 +57,7 @@ class NamedModel:
     license: str
 
     @property
-    def path(self):
+    def path(self) -> Path:
         """Where the file is, or would be, in the cache."""
         return cache_folder() / self.name / self.file_name
 
@@ -80,7 +80,7 @@ MODELS = {
 _STALE_S = 24 * 3600  # a fetch that old was killed: 98 MB take minutes
 
 
-def cache_folder():
+def cache_folder() -> Path:
     """The folder of fetched models: ``pagedkv`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``.
 
     Returns
@@ -109,7 +109,7 @@ def cache_folder():
     return base / "pagedkv"
 
 
-def find_model(name_or_path):
+def find_model(name_or_path: str | os.PathLike[str]) -> Path:
     """Turn what the user calls a model into a path, fetching it if need be.
 
     Parameters

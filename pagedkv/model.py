@@ -4,11 +4,15 @@ import dataclasses
 import hashlib
 import operator
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv import _core, hub
+from pagedkv.config import LlamaConfig
 from pagedkv.errors import BadDimError, FormatError, NullError, TokenError
 from pagedkv.formats import open_model
 from pagedkv.pool import BlockPool
@@ -201,8 +205,8 @@ class LlamaModel:
     ' Paris'
     """
 
-    def __init__(self, config, core, source, origin):
-        self.config = config
+    def __init__(self, config: LlamaConfig, core: _core.ModelCore, source: Any, origin: Any) -> None:
+        self.config: LlamaConfig = config
         self._origin = origin
         self._fingerprint = None
         self._core = core
@@ -210,7 +214,7 @@ class LlamaModel:
         self._tokenizer = None
 
     @classmethod
-    def load(cls, path_or_name, weights="auto", compute="float32"):
+    def load(cls, path_or_name: str | os.PathLike[str], weights: str = "auto", compute: str = "float32") -> Self:
         """Read a model.
 
         Parameters
@@ -247,7 +251,7 @@ class LlamaModel:
             return cls.from_file(file, weights, compute)
 
     @classmethod
-    def from_file(cls, file, weights="auto", compute="float32"):
+    def from_file(cls, file: Any, weights: str = "auto", compute: str = "float32") -> Self:
         """Build from an open :class:`pagedkv.formats` model file; the file may be closed after."""
         config = file.config
         origin = _Origin(file, compute)  # before anything is read
@@ -298,7 +302,7 @@ class LlamaModel:
         return cls(config, core, (file.path.resolve(), file.metadata), origin)
 
     @property
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         # No lock, which a fork could leave locked: of two threads at once, both come to the same text.
         origin = self._origin
         if origin is not None:
@@ -307,17 +311,17 @@ class LlamaModel:
         return self._fingerprint
 
     @property
-    def compute(self):
+    def compute(self) -> str:
         """``"float32"`` or ``"int8"``: what a quantised weight meets. See :meth:`load`."""
         return self._core.compute
 
     @property
-    def weight_nbytes(self):
+    def weight_nbytes(self) -> int:
         """Bytes of the packed weights in memory: what a step reads, an untied embedding aside."""
         return self._core.weight_nbytes
 
     @property
-    def tokenizer(self):
+    def tokenizer(self) -> Tokenizer:
         """The file's :class:`Tokenizer`, built on first use."""
         if self._tokenizer is None:
             path, metadata = self._source
@@ -325,7 +329,8 @@ class LlamaModel:
                                else Tokenizer.from_gguf_metadata(metadata))
         return self._tokenizer
 
-    def new_pool(self, n_blocks=None, n_tokens=None, block_size=16, dtype="float32", n_seqs=1):
+    def new_pool(self, n_blocks: int | None = None, n_tokens: int | None = None, block_size: int = 16,
+                 dtype: str = "float32", n_seqs: int = 1) -> BlockPool:
         """A pool whose blocks fit this model.
 
         Parameters
@@ -362,11 +367,12 @@ class LlamaModel:
             n_blocks = -(-operator.index(n_tokens) // block_size)
         return BlockPool(n_blocks, config.n_layers, config.kv_dim, block_size, dtype)
 
-    def new_sequence(self, pool, max_tokens=None):
+    def new_sequence(self, pool: BlockPool, max_tokens: int | None = None) -> Sequence:
         """An empty :class:`Sequence` over `pool`; `max_tokens` defaults to the model's context length."""
         return Sequence(pool, self.config.context_len if max_tokens is None else max_tokens)
 
-    def step(self, rows, all_logits=False, out=None, n_logits=None):
+    def step(self, rows: Iterable[tuple[Sequence, npt.ArrayLike]], all_logits: bool = False,
+             out: npt.NDArray[np.float32] | None = None, n_logits: list[int] | None = None) -> npt.NDArray[np.float32]:
         """Append tokens to sequences and return logits: the one primitive.
 
         Parameters
@@ -404,7 +410,8 @@ class LlamaModel:
         logits_of = n_logits if n_logits is not None else "all" if all_logits else "last"
         return self._core.step([seq for seq, _ in rows], [_token_array(tokens) for _, tokens in rows], logits_of, out)
 
-    def decode_step(self, token_ids, seqs, out=None):
+    def decode_step(self, token_ids: npt.ArrayLike, seqs: Iterable[Sequence],
+                    out: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
         """One new token for each sequence; logits float32 ``[len(seqs), vocab_size]``. See :meth:`step`."""
         if seqs is None:
             raise NullError("the sequences are missing", (_core.Flv4Status.FLV4_ERR_NULL,))
@@ -414,7 +421,8 @@ class LlamaModel:
                               (_core.Flv4Status.FLV4_ERR_BAD_DIM,))
         return self._core.step(seqs, [token_ids[i:i + 1] for i in range(len(seqs))], "last", out)
 
-    def prefill(self, tokens, seq, chunk=None, all_logits=False):
+    def prefill(self, tokens: npt.ArrayLike, seq: Sequence, chunk: int | None = None,
+                all_logits: bool = False) -> npt.NDArray[np.float32]:
         """Append a prompt to one sequence.
 
         Parameters
@@ -458,7 +466,7 @@ class LlamaModel:
             raise
         return logits if all_logits else logits[0]
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         c = self.config
         return (f"LlamaModel({c.family}, n_layers={c.n_layers}, hidden_dim={c.hidden_dim}, n_heads={c.n_heads}, "
                 f"n_kv_heads={c.n_kv_heads}, vocab_size={c.vocab_size})")

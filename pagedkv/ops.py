@@ -1,8 +1,10 @@
 """The kernels as functions on arrays. Same bits for every thread count and instruction set."""
 
 import operator
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv import _core
 from pagedkv._core import PackedWeight
@@ -27,7 +29,7 @@ def _rows(array):
     return array.reshape((-1, array.shape[-1]) if array.size else (0, array.shape[-1]))
 
 
-def pack(w):
+def pack(w: npt.ArrayLike) -> PackedWeight:
     """Lay a matrix out in the kernels' panels ``[ceil(n / 32), k, 32]``.
 
     Parameters
@@ -60,7 +62,7 @@ def pack(w):
     return packed
 
 
-def matmul(x, w):
+def matmul(x: npt.ArrayLike, w: PackedWeight) -> npt.NDArray[np.float32]:
     """``y[m, n] = sum_k x[m, k] w[n, k]``: one accumulator a cell, k ascending, one FMA a step.
 
     Parameters
@@ -90,7 +92,7 @@ def matmul(x, w):
     return out[0] if x.ndim == 1 else out
 
 
-def exp(x):
+def exp(x: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """``e ** x`` within 2 ulp, the same bits on every instruction set. float32, shape of `x`.
 
     Examples
@@ -104,7 +106,7 @@ def exp(x):
     return out
 
 
-def softmax(x):
+def softmax(x: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """Softmax over the last axis; sums run in 16 lanes, then one fixed tree. float32, shape of `x`.
 
     Examples
@@ -118,7 +120,7 @@ def softmax(x):
     return out
 
 
-def rmsnorm(x, gamma, eps):
+def rmsnorm(x: npt.ArrayLike, gamma: npt.ArrayLike, eps: float) -> npt.NDArray[np.float32]:
     """``x / sqrt(mean(x ** 2) + eps) * gamma`` over the last axis (Zhang and Sennrich 2019).
 
     Parameters
@@ -148,7 +150,7 @@ def rmsnorm(x, gamma, eps):
     return out
 
 
-def swiglu(gate, up):
+def swiglu(gate: npt.ArrayLike, up: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """``silu(gate) * up`` (Shazeer 2020), element by element. float32, their common shape."""
     gate, up = _float32(gate, "gate"), _float32(up, "up")
     if gate.shape != up.shape:
@@ -158,7 +160,7 @@ def swiglu(gate, up):
     return out
 
 
-def dot(a, b):
+def dot(a: npt.ArrayLike, b: npt.ArrayLike) -> float:
     """``sum_i a[i] b[i]`` of two vectors in the canonical order: 16 lanes, then one fixed tree.
 
     Examples
@@ -169,7 +171,8 @@ def dot(a, b):
     return _core.dot(_float32(a, "a").ravel(), _float32(b, "b").ravel())
 
 
-def rope(x, positions, theta=10000.0, rope_dim=None, inv_freq=None):
+def rope(x: npt.ArrayLike, positions: npt.ArrayLike, theta: float = 10000.0, rope_dim: int | None = None,
+         inv_freq: npt.ArrayLike | None = None) -> npt.NDArray[np.float32]:
     """Rotate heads by their positions, NeoX order: dimension ``i`` turns with ``i + rope_dim // 2``.
 
     Parameters
@@ -217,7 +220,8 @@ def rope(x, positions, theta=10000.0, rope_dim=None, inv_freq=None):
 _U32 = 2**32 - 1
 
 
-def kv_cache_append(prior, chunk, offset, dtype=None):
+def kv_cache_append(prior: npt.NDArray[Any], chunk: npt.NDArray[Any], offset: int,
+                    dtype: str | None = None) -> npt.NDArray[Any]:
     """The next generation of an immutable cache: a copy of `prior` with `chunk` put in at `offset`.
 
     Parameters

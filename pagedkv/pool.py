@@ -50,9 +50,9 @@ class BlockPool(PoolCore):
     """
 
     # The core took the same arguments when the object was made.
-    def __init__(self, n_blocks, n_layers, kv_dim, block_size=16, dtype="float32"):
+    def __init__(self, n_blocks: int, n_layers: int, kv_dim: int, block_size: int = 16, dtype: str = "float32") -> None:
         pass
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return (f"BlockPool(n_blocks={self.n_blocks}, n_layers={self.n_layers}, kv_dim={self.kv_dim}, "
                 f"block_size={self.block_size}, dtype={self.dtype!r}, n_free={self.n_free})")

@@ -4,12 +4,14 @@ import math
 from decimal import Context, Decimal
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv.errors import BadDimError
 
 
-def rope_inv_freq(theta, rope_dim, scaling="none", factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                  original_context_len=8192, freq_factors=None):
+def rope_inv_freq(theta: float, rope_dim: int, scaling: str = "none", factor: float = 1.0, low_freq_factor: float = 1.0,
+                  high_freq_factor: float = 4.0, original_context_len: int = 8192,
+                  freq_factors: npt.ArrayLike | None = None) -> npt.NDArray[np.float64]:
     """Radians that each pair of a head turns by for one position.
 
     Parameters

@@ -1,13 +1,16 @@
 """Log-probabilities of given continuations: what multiple choice and perplexity are made of."""
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv._core import Flv4Status, PkvStatus
 from pagedkv.errors import PoolExhausted, TokenError
-from pagedkv.model import _token_array
+from pagedkv.model import LlamaModel, _token_array
+from pagedkv.pool import BlockPool
 
 # Rows a step, and so rows of logits in memory at once: 50 MB at a vocabulary of 49,152.
 STEP_ROWS = 256
@@ -31,7 +34,7 @@ class Score(NamedTuple):
 
     logprob: float
     is_greedy: bool
-    token_logprobs: np.ndarray
+    token_logprobs: npt.NDArray[np.float64]
 
 
 class _Node:
@@ -111,7 +114,8 @@ def _log_sum_exp(logits):
     return most + math.log(np.cumsum(np.exp(x - most).reshape(-1, _N_LANES).sum(axis=0))[-1])
 
 
-def score(model, pairs, pool=None, step_rows=STEP_ROWS):
+def score(model: LlamaModel, pairs: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]], pool: BlockPool | None = None,
+          step_rows: int = STEP_ROWS) -> list[Score]:
     """Log-probabilities of continuations, each after its context.
 
     Tokens that several pairs begin with, contexts or parts of them, are computed once and shared by fork; what the

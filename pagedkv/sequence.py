@@ -1,15 +1,23 @@
 """A sequence: rows of K and V in blocks of a pool."""
 
 import operator
-from typing import NamedTuple
+import os
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 
-from pagedkv._core import PkvStatus, SequenceCore, kv_group
+from pagedkv._core import PkvStatus, PoolCore, SequenceCore, kv_group
 from pagedkv.errors import BadDimError, FormatError, TokenError
 from pagedkv.formats.saved import SavedSequence, SequenceHeader, write_saved
 
 _BAD_DIM = (PkvStatus.PKV_ERR_BAD_DIM,)
+
+
+class _Named(Protocol):  # a LlamaModel, which stands above this layer
+    @property
+    def fingerprint(self) -> str: ...
 
 
 def _token_ids(tokens, n):
@@ -73,11 +81,11 @@ class Sequence(SequenceCore):
     8
     """
 
-    def __init__(self, pool, max_tokens):
+    def __init__(self, pool: PoolCore, max_tokens: int) -> None:
         self._open(pool, operator.index(max_tokens))
 
     @classmethod
-    def from_blocks(cls, pool, block_ids, max_tokens):
+    def from_blocks(cls, pool: PoolCore, block_ids: npt.ArrayLike, max_tokens: int) -> Self:
         """A sequence whose first rows lie in full blocks that somebody owns already; copies none of them.
 
         Parameters
@@ -117,7 +125,7 @@ class Sequence(SequenceCore):
             raise
         return seq
 
-    def fork(self):
+    def fork(self) -> Self:
         """A second sequence with the same rows; copies none of them.
 
         Blocks that were reserved but hold no row yet stay with the source.
@@ -130,7 +138,8 @@ class Sequence(SequenceCore):
         self._fork_to(child)
         return child
 
-    def save(self, path, tokens=None, model=None):
+    def save(self, path: str | os.PathLike[str], tokens: npt.ArrayLike | None = None,
+             model: _Named | str | None = None) -> None:
         """Write the rows to a file, to go on from them later, in another process or another pool.
 
         Only rows that were advanced over are written, in the pool's type, to the bit; not the block size or the
@@ -179,7 +188,8 @@ class Sequence(SequenceCore):
             write_saved(path, header, rows._take_rows)
 
     @classmethod
-    def load(cls, path, pool, max_tokens=None, model=None):
+    def load(cls, path: str | os.PathLike[str], pool: PoolCore, max_tokens: int | None = None,
+             model: _Named | str | None = None) -> Self:
         """A new sequence with the rows of a saved one; going on from it gives the same bits.
 
         Parameters
@@ -225,7 +235,7 @@ class Sequence(SequenceCore):
             return cls._filled(pool, max_tokens, header.n_tokens, lambda seq: saved.read_rows(seq._put_rows))
 
     @staticmethod
-    def read_header(path):
+    def read_header(path: str | os.PathLike[str]) -> SequenceHeader:
         """What a saved sequence says of itself, its tokens too, without reading its rows.
 
         Returns
@@ -245,7 +255,7 @@ class Sequence(SequenceCore):
             return saved.header
 
     @classmethod
-    def import_(cls, array, pool, max_tokens=None):
+    def import_(cls, array: npt.ArrayLike, pool: PoolCore, max_tokens: int | None = None) -> Self:
         """A new sequence with the rows of an array: the way back from :meth:`export`.
 
         Parameters
@@ -310,13 +320,13 @@ class Sequence(SequenceCore):
             raise
         return seq
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.free()
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Sequence(len={len(self)}, block_table={self.block_table.tolist()})"
 
 
@@ -333,12 +343,12 @@ class PagedKVIndices(NamedTuple):
         Rows in the last block of each; 0 for an empty sequence.
     """
 
-    kv_indptr: np.ndarray
-    kv_page_indices: np.ndarray
-    kv_last_page_len: np.ndarray
+    kv_indptr: npt.NDArray[np.int32]
+    kv_page_indices: npt.NDArray[np.int32]
+    kv_last_page_len: npt.NDArray[np.int32]
 
 
-def paged_kv_indices(seqs):
+def paged_kv_indices(seqs: "Iterable[Sequence]") -> PagedKVIndices:
     """Where the rows of a batch lie, in the form that kernels over paged K and V take.
 
     Row ``t`` of sequence ``i`` in one layer is

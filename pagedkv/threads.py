@@ -97,7 +97,7 @@ def _openmp_limit():
     return int(first) if first.isascii() and first.isdigit() and int(first) > 0 else None
 
 
-def default_num_threads():
+def default_num_threads() -> int:
     """Threads used unless set: ``PAGEDKV_NUM_THREADS``, else physical cores that this process may use.
 
     Those are bounded by affinity, the cgroup's quota and ``OMP_NUM_THREADS``.
@@ -117,7 +117,7 @@ def default_num_threads():
     return max(1, min(limit for limit in limits if limit is not None))
 
 
-def set_num_threads(n):
+def set_num_threads(n: int) -> None:
     """Use at most `n` threads in every later call of this process.
 
     No more run than the process has processors, by its affinity and its cgroup's quota: more would only wait for each

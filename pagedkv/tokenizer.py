@@ -7,9 +7,12 @@ rule serves `decode` and the stream, and the stream's parts add up to what `deco
 import codecs
 import json
 import operator
+import os
 import warnings
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import tokenizers
@@ -90,16 +93,16 @@ class Tokenizer:
         }
         self._join = _join_rule(backend.decoder)
         self._pieces = {}  # id -> bytes, filled as ids are met: 49,000 at once would cost 50 ms
-        self.vocab_size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
-        self.bos_token_id = bos_token_id
-        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
+        self.vocab_size: int = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
+        self.bos_token_id: int | None = bos_token_id
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(eos_token_ids))
         # By name, as some files have several.
         self._chat_templates = (
             chat_template if isinstance(chat_template, dict) else {"default": chat_template}
         )
 
     @classmethod
-    def from_model_file(cls, model):
+    def from_model_file(cls, model: Any) -> Self:
         """Read the tokenizer that belongs to a model.
 
         Parameters
@@ -123,7 +126,7 @@ class Tokenizer:
             return cls.from_gguf_metadata(file.metadata)
 
     @classmethod
-    def from_gguf_metadata(cls, metadata):
+    def from_gguf_metadata(cls, metadata: Mapping[str, Any]) -> Self:
         """Build the tokenizer that a GGUF file describes in its ``tokenizer.*`` keys.
 
         Parameters
@@ -203,7 +206,7 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_directory(cls, path):
+    def from_directory(cls, path: str | os.PathLike[str]) -> Self:
         """Read ``tokenizer.json`` and the files that complete it.
 
         Parameters
@@ -279,7 +282,7 @@ class Tokenizer:
             named=named,
         )
 
-    def encode(self, text, add_special_tokens=True, parse_special=True):
+    def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Turn text into token ids.
 
         Parameters
@@ -321,7 +324,7 @@ class Tokenizer:
                 ids = ids + self._suffix
         return ids
 
-    def decode(self, ids, skip_special_tokens=False):
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Turn token ids into text.
 
         Bytes that are no UTF-8 become U+FFFD. SentencePiece vocabularies lose the space that
@@ -349,7 +352,7 @@ class Tokenizer:
         text = stream._push_bytes(b"".join(stream._piece(token_id) for token_id in ids))
         return text + stream.finish()
 
-    def stream(self, skip_special_tokens=True, continuing=False):
+    def stream(self, skip_special_tokens: bool = True, continuing: bool = False) -> "TextStream":
         """Start turning token ids into text one at a time.
 
         Parameters
@@ -366,19 +369,20 @@ class Tokenizer:
         """
         return TextStream(self, skip_special_tokens, continuing)
 
-    def token_to_id(self, token):
+    def token_to_id(self, token: str) -> int | None:
         """Id of a token as the vocabulary spells it, or None."""
         return self._backend.token_to_id(token)
 
-    def id_to_token(self, token_id):
+    def id_to_token(self, token_id: int) -> str | None:
         """Spelling of a token, or None for an id that pads the vocabulary."""
         return self._backend.id_to_token(self._check_id(token_id))
 
     @property
-    def chat_template(self):
+    def chat_template(self) -> str | None:
         return self._chat_templates.get("default")
 
-    def apply_chat_template(self, messages, add_generation_prompt=True, tokenize=True, **variables):
+    def apply_chat_template(self, messages: Iterable[Mapping[str, Any]], add_generation_prompt: bool = True,
+                            tokenize: bool = True, **variables: Any) -> Any:
         """Write a conversation the way the model was trained on it.
 
         Parameters
@@ -470,7 +474,7 @@ class TextStream:
         self._ids = []  # all of them, only where no rule is known
         self._finished = False
 
-    def push(self, token_id):
+    def push(self, token_id: int) -> str:
         """Take the next token.
 
         Parameters
@@ -497,7 +501,7 @@ class TextStream:
             return ""
         return self._push_bytes(self._piece(token_id))
 
-    def finish(self):
+    def finish(self) -> str:
         """End the text.
 
         Returns

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 import pagedkv as pk
 from pagedkv import _core
 
-INCLUDE = Path(__file__).resolve().parent.parent / "include"
+INCLUDE = Path(pk.get_include())
 
 # Shared machines make deadlines a coin toss; an example database would litter the tree.
 settings.register_profile("pagedkv", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
@@ -37,8 +37,6 @@ def run_c(tmp_path):
     compiler = next((c for c in commands if c and shutil.which(c[0])), None)
     if compiler is None:
         pytest.skip("no C compiler (cc, gcc, clang)")
-    if not INCLUDE.is_dir():
-        pytest.skip("needs the headers of a source tree")
 
     def run(source):
         (tmp_path / "check.c").write_text(source)

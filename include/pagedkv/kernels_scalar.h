@@ -181,7 +181,7 @@ static void pkv_expand_scalar(int dtype, const uint8_t *panel, int64_t k_0, int6
 /* Few rows straight from codes: y[m, j] = sum_k x[m, k] w[k, j] over one panel, whole k, from 0. */
 static void pkv_matmul_coded_scalar(int dtype, const float *x, int64_t ldx, int64_t n_rows, const uint8_t *panel,
                                     int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {
-    float values[PKV_CODED_K * PKV_PANEL] __attribute__((aligned(64)));
+    PKV_ALIGNED(64) float values[PKV_CODED_K * PKV_PANEL];
     for (int64_t k = 0; k < n_k; k += PKV_CODED_K) {
         int64_t n = pkv_min(PKV_CODED_K, n_k - k);
         pkv_expand_scalar(dtype, panel, k, n, values);

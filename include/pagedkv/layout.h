@@ -17,6 +17,13 @@
 /* Lanes of every reduction along a row (dot products, sums): see kernels_scalar.h. */
 #define PKV_LANES 16
 
+/* An array that begins at a multiple of n bytes. */
+#ifdef __cplusplus
+#define PKV_ALIGNED(n) alignas(n)
+#else
+#define PKV_ALIGNED(n) _Alignas(n)
+#endif
+
 static inline int64_t pkv_min(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Offset of (block, layer, row 0) in K or V, shaped [n_blocks, n_layers, block_size, width], in what width counts. */

@@ -12,6 +12,10 @@
 #if defined(__unix__) || defined(__APPLE__)
 #include <sys/mman.h>
 #define PKV_HAVE_MMAP 1
+#if defined(__linux__) && !defined(MAP_ANONYMOUS) /* glibc hides it under -std=c11, and madvise with it */
+#include <asm/mman.h>
+#undef MADV_HUGEPAGE
+#endif
 #endif
 
 /* n_bytes of zeros, or NULL. A request of 0 bytes gets one byte's worth. */

@@ -307,7 +307,7 @@ static inline void pkv_commit_append(pkv_seq *seq, int64_t n_new) {
     int64_t need = pkv_blocks_for(seq->seq_len + n_new, pool->block_size);
     int64_t written = need < seq->n_blocks ? need : seq->n_blocks;
     for (int64_t i = seq->seq_len / pool->block_size; i < written; i++) {
-        int32_t shared = seq->block_table[i], own;
+        int32_t shared = seq->block_table[i], own = shared;
         if (pool->ref_count[shared] <= 1)
             continue;
         pkv_alloc_block(pool, &own);

@@ -404,29 +404,29 @@ static inline int64_t pkv_step_thread_len(const pkv_model *m, int64_t n_rows) {
 static inline int64_t pkv_step_lay_out(pkv_step *s, const pkv_model *m, int64_t n_rows, int64_t n_threads,
                                        float *block) {
     int64_t at = 0;
-#define PKV_TAKE(field, len)                                                                                   \
+#define PKV_TAKE(type, field, len)                                                                             \
     do {                                                                                                       \
         if (block)                                                                                             \
-            s->field = (void *)(block + at);                                                                   \
+            s->field = (type *)(void *)(block + at);                                                           \
         at += ((len) + 15) / 16 * 16;                                                                          \
     } while (0)
 /* Codes of rows of `width`, of which whole groups are needed wherever a quantised matrix reads them. */
 #define PKV_TAKE_CODES(field, width)                                                                           \
     if (m->int8 && (width) % PKV_INT8_GROUP == 0)                                                              \
-    PKV_TAKE(field, n_rows * ((width) / PKV_INT8_GROUP) * (int64_t)(sizeof *s->field / sizeof *block))
-    PKV_TAKE(x, n_rows * m->hidden_dim);
-    PKV_TAKE(normed, n_rows * m->hidden_dim);
-    PKV_TAKE(qkv, n_rows * pkv_qkv_len(m));
-    PKV_TAKE(attn, n_rows * pkv_q_dim(m));
-    PKV_TAKE(proj, n_rows * m->hidden_dim);
-    PKV_TAKE(ffn, n_rows * m->ffn_dim);
-    PKV_TAKE(cos, n_rows * m->rope_half);
-    PKV_TAKE(sin, n_rows * m->rope_half);
+    PKV_TAKE(pkv_int8_group, field, n_rows * ((width) / PKV_INT8_GROUP) * (int64_t)(sizeof *s->field / sizeof *block))
+    PKV_TAKE(float, x, n_rows * m->hidden_dim);
+    PKV_TAKE(float, normed, n_rows * m->hidden_dim);
+    PKV_TAKE(float, qkv, n_rows * pkv_qkv_len(m));
+    PKV_TAKE(float, attn, n_rows * pkv_q_dim(m));
+    PKV_TAKE(float, proj, n_rows * m->hidden_dim);
+    PKV_TAKE(float, ffn, n_rows * m->ffn_dim);
+    PKV_TAKE(float, cos, n_rows * m->rope_half);
+    PKV_TAKE(float, sin, n_rows * m->rope_half);
     PKV_TAKE_CODES(normed_codes, m->hidden_dim);
     PKV_TAKE_CODES(attn_codes, pkv_q_dim(m));
     PKV_TAKE_CODES(ffn_codes, m->ffn_dim);
     s->thread_len = pkv_step_thread_len(m, n_rows);
-    PKV_TAKE(thread, s->thread_len * n_threads);
+    PKV_TAKE(float, thread, s->thread_len * n_threads);
 #undef PKV_TAKE_CODES
 #undef PKV_TAKE
     return at;

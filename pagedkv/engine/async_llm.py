@@ -1,10 +1,17 @@
 """AsyncLLM: the engine for asyncio. One thread steps; requests come and go between steps."""
 
 import asyncio
+import os
 import threading
 from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Self
 
-from pagedkv.engine.llm import LLM
+from pagedkv.engine.llm import LLM, Message, Prompt
+from pagedkv.engine.outputs import RequestOutput
+from pagedkv.engine.params import SamplingParams
+from pagedkv.model import LlamaModel
+from pagedkv.pool import BlockPool
 
 
 class AsyncLLM:
@@ -29,7 +36,7 @@ class AsyncLLM:
     ...         print(output.outputs[0].text)
     """
 
-    def __init__(self, model, **options):
+    def __init__(self, model: str | os.PathLike[str] | LlamaModel | LLM, **options: Any) -> None:
         self._llm = model if isinstance(model, LLM) else LLM(model, **options)
         self._engine = self._llm._engine
         self._wake = threading.Condition()
@@ -40,18 +47,19 @@ class AsyncLLM:
         self._closed = False
 
     @property
-    def model(self):
+    def model(self) -> LlamaModel:
         return self._llm.model
 
     @property
-    def pool(self):
+    def pool(self) -> BlockPool:
         return self._llm.pool
 
-    def stats(self):
+    def stats(self) -> dict[str, Any]:
         """As :meth:`LLM.stats`, and without waiting for the step that runs: numbers may be a step apart."""
         return self._engine.stats()
 
-    async def generate(self, prompt, sampling_params=None, request_id=None, delta=False):
+    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None,
+                       delta: bool = False) -> AsyncIterator[RequestOutput]:
         """Continue one prompt.
 
         Parameters
@@ -107,20 +115,21 @@ class AsyncLLM:
                 self._by_id.pop(request_id, None)
             self._send(end)
 
-    async def chat(self, messages, sampling_params=None, request_id=None, delta=False, **variables):
+    async def chat(self, messages: Iterable[Message], sampling_params: SamplingParams | None = None,
+                   request_id: str | None = None, delta: bool = False, **variables: Any) -> AsyncIterator[RequestOutput]:
         """Answer one conversation; as :meth:`generate`."""
         text, ids = self._llm._render(messages, **variables)
         prompt = {"prompt": text, "prompt_token_ids": ids}
         async for output in self.generate(prompt, sampling_params, request_id, delta):
             yield output
 
-    def abort(self, request_id):
+    def abort(self, request_id: str) -> None:
         """End a request; its generator yields what there is and ends. One that is unknown or has ended: nothing."""
         end = self._by_id.get(request_id)
         if end is not None:
             self._send(end)
 
-    def shutdown(self):
+    def shutdown(self) -> None:
         """End all requests and the thread."""
         with self._wake:
             self._closed = True
@@ -128,10 +137,10 @@ class AsyncLLM:
         if self._thread is not None:
             self._thread.join()
 
-    async def __aenter__(self):
+    async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_):
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.shutdown)
 
     # ---- The thread ---------------------------------------------------------------------------------

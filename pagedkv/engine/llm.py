@@ -1,18 +1,27 @@
 """LLM: a list of prompts in, their continuations out, in vLLM's shape."""
 
 import operator
+import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from pagedkv.engine.core import Engine
+from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.params import SamplingParams
 from pagedkv.engine.speculation import read_speculative
 from pagedkv.errors import PagedKVError
 from pagedkv.model import LlamaModel
+from pagedkv.pool import BlockPool
 from pagedkv.progress import progress_bar
 from pagedkv.threads import set_num_threads
+
+Message = Mapping[str, Any]
+Prompt = str | Iterable[int] | Mapping[str, Any]
+Prompts = Prompt | Iterable[Prompt]
+Params = SamplingParams | Iterable[SamplingParams] | None
 
 
 class LLM:
@@ -74,9 +83,10 @@ class LLM:
     [' Paris.\\n']
     """
 
-    def __init__(self, model, n_blocks=None, kv_dtype="float32", block_size=16, max_num_seqs=64,
-                 max_num_batched_tokens=512, enable_prefix_caching=True, speculative=None, num_threads=None, seed=0,
-                 weights=None, compute=None):
+    def __init__(self, model: str | os.PathLike[str] | LlamaModel, n_blocks: int | None = None, kv_dtype: str = "float32",
+                 block_size: int = 16, max_num_seqs: int = 64, max_num_batched_tokens: int = 512,
+                 enable_prefix_caching: bool = True, speculative: str | LlamaModel | dict[str, Any] | None = None,
+                 num_threads: int | None = None, seed: int = 0, weights: str | None = None, compute: str | None = None) -> None:
         if num_threads is not None:
             set_num_threads(num_threads)
         model = _load(model, weights, compute)
@@ -88,23 +98,23 @@ class LLM:
         self._lock = threading.Lock()  # held for a step, and while requests come and go
 
     @property
-    def model(self):
+    def model(self) -> LlamaModel:
         return self._engine.model
 
     @property
-    def pool(self):
+    def pool(self) -> BlockPool:
         return self._engine.pool
 
     @property
-    def max_model_len(self):
+    def max_model_len(self) -> int:
         return self._engine.max_model_len
 
-    def stats(self):
+    def stats(self) -> dict[str, Any]:
         """What the engine does now and has done; see :meth:`pagedkv.engine.core.Engine.stats`."""
         with self._lock:
             return self._engine.stats()
 
-    def generate(self, prompts, sampling_params=None, use_tqdm=True):
+    def generate(self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
         """Continue prompts.
 
         Parameters
@@ -144,7 +154,8 @@ class LLM:
             self._end(requests)
         return [request.output() for request in requests]
 
-    def chat(self, messages, sampling_params=None, use_tqdm=True, add_generation_prompt=True, **variables):
+    def chat(self, messages: Iterable[Message] | Iterable[Iterable[Message]], sampling_params: Params = None,
+             use_tqdm: bool = True, add_generation_prompt: bool = True, **variables: Any) -> list[RequestOutput]:
         """Answer conversations.
 
         Parameters
@@ -171,7 +182,7 @@ class LLM:
         prompts = [{"prompt": text, "prompt_token_ids": ids} for text, ids in both]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def stream(self, prompts, sampling_params=None):
+    def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[RequestOutput]:
         """Continue prompts, and yield what is new after each step.
 
         Parameters

@@ -51,7 +51,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def finished(self):
+    def finished(self) -> bool:
         """Whether no token follows."""
         return self.finish_reason is not None
 

@@ -5,6 +5,7 @@ import operator
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv import _core
 
@@ -87,7 +88,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
-    stop: list[str] = field(default_factory=list)
+    stop: str | list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
     max_tokens: int | None = 16
@@ -99,7 +100,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logit_bias: dict[int, float] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         def put(name, value):
             object.__setattr__(self, name, value)
 
@@ -139,7 +140,7 @@ class SamplingParams:
             value = getattr(self, name)
             need(value is None or operator.index(value) >= -1, name, "a count, -1 (all tokens) or None")
 
-    def choose(self, logits, sample, position):
+    def choose(self, logits: npt.NDArray[np.float32], sample: int, position: int) -> int:
         """The token that follows, by temperature, `min_p`, `top_k`, `top_p` and `seed` (0 where it is None).
 
         Penalties, bias and `min_tokens` need a text so far and are left to the engine.

@@ -53,7 +53,7 @@ class SequenceHeader(NamedTuple):
     kv_dim: int
     dtype: str
     model: str | None = None
-    tokens: list | None = None
+    tokens: list[int] | None = None
 
 
 def _parts(header):
