@@ -11,6 +11,8 @@ from setuptools.command.build_py import build_py
 
 # PAGEDKV_DEBUG=1 turns Cython's own checks on; the checks at the door are always there.
 DEBUG = os.environ.get("PAGEDKV_DEBUG", "0") not in ("", "0")
+# PAGEDKV_SANITIZE=address,undefined builds with those sanitizers; .ci/sanitize runs the tests with them.
+SANITIZE = os.environ.get("PAGEDKV_SANITIZE", "")
 
 if sys.platform == "win32":
     compile_args, link_args = ["/O2", "/openmp", "/fp:precise"], []
@@ -18,6 +20,10 @@ elif sys.platform == "darwin":
     compile_args, link_args = ["-O3", "-ffp-contract=off", "-Xpreprocessor", "-fopenmp"], ["-lomp"]
 else:
     compile_args, link_args = ["-O3", "-ffp-contract=off", "-fopenmp", "-fno-math-errno"], ["-fopenmp"]
+
+if SANITIZE:
+    compile_args = [*compile_args, "-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={SANITIZE}"]
+    link_args = [*link_args, f"-fsanitize={SANITIZE}"]
 
 core = Extension(
     "pagedkv._core",
@@ -28,7 +34,6 @@ core = Extension(
     extra_compile_args=compile_args,
     extra_link_args=link_args,
 )
-
 
 
 class build_py_with_headers(build_py):

@@ -687,15 +687,27 @@ def _name(key):
 # ---- The run ------------------------------------------------------------------------------------
 
 
+class _StepStopped(BaseException):
+    """A signal came during a step, which is given up: the rows to come are those of any later run."""
+
+
+class _Signals(list):
+    """Numbers of the signals that came; `in_step` says whether a step runs."""
+
+    in_step = False
+
+
 @contextmanager
 def stop_signals():
-    """Collect SIGINT and SIGTERM in a list, to be looked at between steps; a second one raises KeyboardInterrupt."""
-    received = []
+    """Collect SIGINT and SIGTERM in a list for :func:`run`; a second one raises KeyboardInterrupt."""
+    received = _Signals()
 
     def receive(number, _):
         received.append(number)
         if len(received) > 1:
             raise KeyboardInterrupt
+        if received.in_step:
+            raise _StepStopped
 
     before = {}
     if threading.current_thread() is threading.main_thread():  # Python lets no other set them
@@ -825,7 +837,7 @@ def run(engine, lines, plan, output, stamp, defaults, chat, outcome, progress, r
         Counted up as rows are written, so that it holds whatever is raised.
     progress : Progress
     received : list of int
-        The run stops between two steps when a signal is in it.
+        The run stops when a signal is in it: before the next step, or, with what :func:`stop_signals` gives, inside one.
 
     Raises
     ------
@@ -863,7 +875,7 @@ def run(engine, lines, plan, output, stamp, defaults, chat, outcome, progress, r
         if received:
             outcome.signal = received[0]
             break
-        for request in engine.step() if going else ():
+        for request in _step(engine, received) if going else ():
             if not request.finished:
                 continue
             line = going.pop(request.number)
@@ -879,6 +891,19 @@ def run(engine, lines, plan, output, stamp, defaults, chat, outcome, progress, r
         progress.show(outcome.n_done - n_before)
     if outcome.signal is None and outcome.n_done + outcome.n_too_large < outcome.n_rows:
         raise BatchError(f"{lines.name} was changed while it was read")
+
+
+def _step(engine, received):
+    """Requests of a step; none where a signal stopped it."""
+    if not isinstance(received, _Signals):
+        return engine.step()
+    try:
+        received.in_step = True
+        return engine.step()
+    except _StepStopped:
+        return ()
+    finally:
+        received.in_step = False
 
 
 def _requests(lines, plan, engine, defaults, chat):

@@ -4,9 +4,6 @@ import operator
 
 import numpy as np
 
-# Tokens a step of the prompt's prefill: 0.2 to 0.5 s of a 135M model on two cores, after which Ctrl-C is heard.
-PREFILL_CHUNK = 256
-
 
 def blocks_needed(n_prompt, n, max_tokens, block_size=16):
     """Blocks that :func:`generate` takes at most.
@@ -106,7 +103,7 @@ def _steps(model, pool, prompt_ids, n, max_tokens, sampling, stop_ids):
     seqs = {}  # of the samples that have not ended
     try:
         seqs[0] = model.new_sequence(pool, len(prompt_ids) + max_tokens)
-        logits = model.prefill(prompt_ids, seqs[0], chunk=PREFILL_CHUNK)
+        logits = model.prefill(prompt_ids, seqs[0])
         for i in range(1, n):
             seqs[i] = seqs[0].fork()
         rows = [logits] * n
