@@ -1,5 +1,6 @@
 """The engine: requests in, steps of the model, tokens out. Knows no prompts as text and no threads."""
 
+import functools
 import hashlib
 import time
 
@@ -10,6 +11,20 @@ from pagedkv.engine.request import Request
 from pagedkv.engine.sampler import Sampler
 from pagedkv.engine.scheduler import Scheduler
 from pagedkv.errors import BoundsError, PoolExhausted, TokenError
+
+
+def _changes(method):
+    """A method that is counted while it runs: a process forked meanwhile has an engine that is half changed."""
+
+    @functools.wraps(method)
+    def counted(self, *args, **options):
+        self.n_inside += 1
+        try:
+            return method(self, *args, **options)
+        finally:
+            self.n_inside -= 1
+
+    return counted
 
 
 class Engine:
@@ -52,6 +67,7 @@ class Engine:
         self._n_requests = self._n_tokens = self._n_steps = self._n_drafted = self._n_accepted = 0
         self._busy_s = 0.0
         self._torn = None  # the request that takes a token just now
+        self.n_inside = 0  # calls that are changing the engine just now
 
     def check(self, prompt_ids, params):
         """Raise, with the numbers, what keeps a request from ever running; returns its tokens a sample, at most.
@@ -86,6 +102,7 @@ class Engine:
                                 f"the pool has {self.pool.n_blocks}")
         return max_tokens
 
+    @_changes
     def add(self, prompt, prompt_ids, params, request_id=None):
         """Take a request, which :meth:`check` lets pass; it runs with the coming steps.
 
@@ -112,6 +129,7 @@ class Engine:
         request.end("error", error)
         return request
 
+    @_changes
     def abort(self, request, reason="abort", error=None):
         """End a request now, and give its blocks back. One that has ended stays as it is."""
         for sample in request.samples:
@@ -122,6 +140,7 @@ class Engine:
     def has_work(self):
         return bool(self.scheduler.running or self.scheduler.waiting)
 
+    @_changes
     def step(self):
         """One step of the model, over rows of as many requests as fit.
 

@@ -36,7 +36,7 @@ class Torn:
 
 def _after_fork():
     for llm in _LLMS:
-        llm._lock = Torn() if llm._lock.locked() else threading.Lock()
+        llm._lock = Torn() if llm._engine.n_inside else threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
