@@ -59,6 +59,9 @@ setup(
             "cdivision": True,
             "initializedcheck": DEBUG,
             "embedsignature": True,
+            # Pools, sequences and the counts of blocks are changed under the interpreter's lock alone; a free-threaded
+            # CPython turns it on again when this module is imported, with a RuntimeWarning.
+            "freethreading_compatible": False,
         },
     )
 )

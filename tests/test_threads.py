@@ -421,6 +421,11 @@ def test_a_sequence_goes_on_in_both_processes(directory):
 # -- Python threads -------------------------------------------------------------------------------
 
 
+def test_the_interpreter_s_lock_is_on():
+    """The core relies on it: a free-threaded CPython turns it on when the core is imported, and warns."""
+    assert getattr(sys, "_is_gil_enabled", lambda: True)()
+
+
 def run_together(*works):
     """Run functions in Python threads that start at one moment; re-raises what one of them raised."""
     barrier, errors = threading.Barrier(len(works)), []
