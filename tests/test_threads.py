@@ -366,7 +366,8 @@ print("as before")
 """
 
 
-@pytest.mark.parametrize("code, n", [(PRESSED_IN_A_STEP, 1), (PRESSED_IN_A_STEP, 2), (PRESSED_IN_GENERATE, 2), (PRESSED_AND_HANDLED, 1)])
+@pytest.mark.parametrize("code, n", [(PRESSED_IN_A_STEP, 1), (PRESSED_IN_A_STEP, 2), (PRESSED_IN_GENERATE, 2),
+                                     (PRESSED_AND_HANDLED, 1)])  # fmt: skip
 def test_ctrl_c_ends_a_step_half_way_and_leaves_no_trace(slow_directory, code, n):
     """A step that was computed to its end has advanced its sequences."""
     assert python(code, slow_directory, PAGEDKV_NUM_THREADS=str(n)) == (0, "as before")

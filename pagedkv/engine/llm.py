@@ -88,8 +88,8 @@ class LLM:
     Notes
     -----
     Several Python threads may call one object: their requests run together. In a child of ``os.fork`` it works on, with
-    one thread; where the fork came while another thread was inside a step, its calls raise RuntimeError. Continuous batching: Yu et al. 2022; the
-    names are those of vLLM (Kwon et al. 2023).
+    one thread; where the fork came while another thread was inside a step, its calls raise RuntimeError. Continuous
+    batching: Yu et al. 2022; the names are those of vLLM (Kwon et al. 2023).
 
     Examples
     --------
