@@ -242,7 +242,8 @@ static inline pkv_status pkv_seq_adopt(pkv_seq *seq, const int32_t *block_ids, i
         pool->ref_count[block_ids[i]] = ~pool->ref_count[block_ids[i]] + (status == PKV_OK);
     if (status != PKV_OK)
         return status;
-    memcpy(seq->block_table, block_ids, (size_t)n * sizeof(int32_t));
+    if (n > 0) /* block_ids may be NULL where there are none, and memcpy takes no NULL */
+        memcpy(seq->block_table, block_ids, (size_t)n * sizeof(int32_t));
     seq->n_blocks = n;
     seq->seq_len = n * pool->block_size;
     return PKV_OK;
