@@ -11,6 +11,8 @@ from setuptools.command.build_py import build_py
 
 # PAGEDKV_DEBUG=1 turns Cython's own checks on; the checks at the door are always there.
 DEBUG = os.environ.get("PAGEDKV_DEBUG", "0") not in ("", "0")
+# PAGEDKV_SANITIZE=address,undefined builds with those sanitizers; .ci/sanitize runs the tests with them.
+SANITIZE = os.environ.get("PAGEDKV_SANITIZE", "")
 
 # macOS and Windows are untried. MSVC compiles the plain C kernels alone (dispatch.h asks for GCC or clang before it includes
 # the others): the same bits, many times slower. tests/test_wheel.py holds that part to plain C11. On macOS, Homebrew's
@@ -21,6 +23,10 @@ elif sys.platform == "darwin":
     compile_args, link_args = ["-O3", "-ffp-contract=off", "-Xpreprocessor", "-fopenmp"], ["-lomp"]
 else:
     compile_args, link_args = ["-O3", "-ffp-contract=off", "-fopenmp", "-fno-math-errno"], ["-fopenmp"]
+
+if SANITIZE:
+    compile_args = [*compile_args, "-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={SANITIZE}"]
+    link_args = [*link_args, f"-fsanitize={SANITIZE}"]
 
 core = Extension(
     "pagedkv._core",
@@ -56,6 +62,9 @@ setup(
             "cdivision": True,
             "initializedcheck": DEBUG,
             "embedsignature": True,
+            # Pools, sequences and the counts of blocks are changed under the interpreter's lock alone; a free-threaded
+            # CPython turns it on again when this module is imported, with a RuntimeWarning.
+            "freethreading_compatible": False,
         },
     )
 )

@@ -82,6 +82,7 @@ cdef extern from "pagedkv/pool.h" nogil:
     pkv_status pkv_ensure_append(pkv_seq *seq, int64_t n_new, int64_t *needed)
     pkv_status pkv_check_append_batch(pkv_seq **seqs, const int64_t *n_new, int64_t n_seqs, int64_t *failed,
                                       int64_t *needed)
+    void pkv_undo_append(pkv_seq *seq, int64_t n_blocks, const int32_t *before)
     pkv_status pkv_ensure_append_batch(pkv_seq **seqs, const int64_t *n_new, int64_t n_seqs, int64_t *failed,
                                        int64_t *needed)
     pkv_status pkv_append_layer(pkv_seq *seq, int64_t layer, const float *k, const float *v, int64_t n)
@@ -180,7 +181,14 @@ cdef extern from "pagedkv/step.h" nogil:
         const float *out_norm
         pkv_weight embedding, head
         bint int8
+    ctypedef struct pkv_stop:
+        int (*poll)(pkv_stop *stop) noexcept nogil
+        double next_s
+        int64_t n_rows
+        int is_set
+    int pkv_stop_is_set(const pkv_stop *stop)
     ctypedef struct pkv_step:
+        pkv_stop *stop
         const pkv_model *model
         const pkv_kernels *kernels
         int64_t n_rows, n_out
@@ -274,4 +282,5 @@ cdef class ModelCore:
     cdef list keep                   # owners of every array that m points into
     cdef list scratches              # idle scratch blocks, reused by the next step
     cdef int check_batch(self, list seqs, list tokens) except -1
+    cdef run_step(self, list seqs, list tokens, logits_of, out, bint can_stop)
     cdef Scratch take_scratch(self, int64_t n_floats)

@@ -8,6 +8,8 @@ cimport cython
 cimport numpy as cnp
 
 import operator
+import signal
+import sys
 import threading
 import weakref
 from enum import IntEnum
@@ -25,12 +27,30 @@ cdef extern from *:
     #else
     static int omp_get_max_threads(void) { return 1; }
     static int omp_get_num_procs(void) { return 1; }
+    #include <time.h>
+    static double omp_get_wtime(void) { return (double)clock() / CLOCKS_PER_SEC; }
     #endif
+    #include "pagedkv/step.h"
+
+    /* Whether Ctrl-C was pressed; asked by the main thread inside a step. At most ten times a second it takes the
+     * interpreter's lock for that, which another thread may hold for 5 ms. The handler is left to the step's end:
+     * here the pools are locked. */
+    static int pkv_poll_interrupt(pkv_stop *stop) {
+        if (omp_get_wtime() < stop->next_s)
+            return 0;
+        PyGILState_STATE state = PyGILState_Ensure();
+        int is_pressed = PyOS_InterruptOccurred();
+        PyGILState_Release(state);
+        stop->next_s = omp_get_wtime() + 0.1;
+        return is_pressed;
+    }
     /* By this symbol threadpoolctl tells the library from others of its file name (threads.py). */
     Py_EXPORTED_SYMBOL int pagedkv_core = 1;
     """
     int omp_get_max_threads() nogil
     int omp_get_num_procs() nogil
+    double omp_get_wtime() nogil
+    int pkv_poll_interrupt(pkv_stop *stop) noexcept nogil
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -100,6 +120,7 @@ cdef int QUOTA = 0                # processors that the cgroup grants; 0: no lim
 cdef bint CAPPED = True           # teams are no larger than the processors there are
 cdef bint TEAM_STARTED = False
 cdef bint FORKED = False
+MAIN_THREAD = threading.main_thread().ident    # the one that handles signals
 
 
 def _set_num_threads(int n):
@@ -160,8 +181,8 @@ cdef int team():
 
 def _after_fork():
     """In a forked child: no thread but this one is left, of the OpenMP team or of those that held a lock."""
-    global FORKED
-    FORKED = True
+    global FORKED, MAIN_THREAD
+    FORKED, MAIN_THREAD = True, threading.get_ident()
     for pool in POOLS:
         pool._lock._at_fork_reinit()
 
@@ -238,6 +259,9 @@ cdef class PoolCore:
 
     def __dealloc__(self):
         pkv_pool_free(self.ptr)
+
+    def __reduce__(self):
+        raise TypeError("a BlockPool cannot be pickled or copied: its blocks are memory of this process")
 
     cdef void reap(self):
         while self.orphans:
@@ -428,6 +452,10 @@ cdef class SequenceCore:
             return
         self.pool.orphans.append(<size_t>self.ptr)
         self.pool.try_reap()
+
+    def __reduce__(self):
+        raise TypeError("a Sequence cannot be pickled or copied: its rows are memory of this process; fork() shares "
+                        "them here, save() and load() carry them to another process")
 
     def _open(self, PoolCore pool not None, int64_t max_tokens):
         if self.pool is not None:
@@ -734,6 +762,9 @@ cdef class PackedWeight:
 
     def __dealloc__(self):
         free(self.panels)
+
+    def __reduce__(self):
+        raise TypeError("a PackedWeight cannot be pickled or copied: pickle the array and pack it anew")
 
     @property
     def shape(self):
@@ -1116,6 +1147,8 @@ cdef class Batch:
     cdef int64_t *out_row              # [n_out] row inside its pass
     cdef pkv_attn_segment *segments    # at most n_seqs + n_passes, pass by pass
     cdef pkv_step *steps               # [n_passes]
+    cdef int64_t *n_blocks             # [n_seqs] of the tables before the step
+    cdef int32_t *tails                # their entries from the block of the first new row on, one after the other
     cdef int64_t partials_len          # the most of any pass
 
     def __dealloc__(self):
@@ -1130,6 +1163,8 @@ cdef class Batch:
         free(self.out_row)
         free(self.segments)
         free(self.steps)
+        free(self.n_blocks)
+        free(self.tails)
 
     cdef int fill(self, list seqs, list tokens) except -1:
         """Take over checked sequences and token arrays (int64)."""
@@ -1191,6 +1226,31 @@ cdef class Batch:
             self.partials_len = max(self.partials_len, s.plan.partials_len)
         return 0
 
+    cdef int note_tables(self) except -1:
+        """Keep what undo needs."""
+        cdef int64_t i, j, first, n = 0
+        for i in range(self.n_seqs):
+            n += self.seqs[i].n_blocks - self.seqs[i].seq_len // self.seqs[i].pool.block_size
+        self.n_blocks = <int64_t *>new_array(self.n_seqs, sizeof(int64_t))
+        self.tails = <int32_t *>new_array(n, sizeof(int32_t))
+        n = 0
+        for i in range(self.n_seqs):
+            self.n_blocks[i] = self.seqs[i].n_blocks
+            first = self.seqs[i].seq_len // self.seqs[i].pool.block_size
+            for j in range(first, self.n_blocks[i]):
+                self.tails[n] = self.seqs[i].block_table[j]
+                n += 1
+        return 0
+
+    cdef void undo(self) noexcept:
+        """Give back what was reserved for the step."""
+        cdef int64_t i, n = 0
+        for i in range(self.n_seqs):
+            n += self.n_blocks[i] - self.seqs[i].seq_len // self.seqs[i].pool.block_size
+        for i in range(self.n_seqs - 1, -1, -1):
+            n -= self.n_blocks[i] - self.seqs[i].seq_len // self.seqs[i].pool.block_size
+            pkv_undo_append(self.seqs[i], self.n_blocks[i], self.tails + n)
+
     cdef append_error(self, pkv_status status, int64_t failed, int64_t needed):
         return append_error(status, self.seqs[failed], self.n_new[failed], needed,
                             f"sequence {failed} of the batch: ", STACK_CHAIN)
@@ -1211,6 +1271,9 @@ cdef void run_pass(const pkv_step *s, int n_threads) noexcept nogil:
         for i in prange(s.n_rows, schedule="static"):
             pkv_step_embed(s, i)
         for n in range(m.n_layers):
+            # All threads see the same here: it is set only after the next barrier, or before the last.
+            if pkv_stop_is_set(s.stop):
+                break
             layer = &m.layers[n]
             for i in prange(s.n_rows, schedule="static"):
                 pkv_step_norm(s, layer.attn_norm, i)
@@ -1372,10 +1435,23 @@ cdef class ModelCore:
         """Append tokens[i] (int64 array) to seqs[i]; logits of the "last" row of each, of "all", of "none", or of so
         many last rows of each (a list).
 
-        All or nothing: checked, planned and reserved for the whole batch before the first write."""
+        All or nothing. In the main thread Ctrl-C ends it half-way."""
+        result = self.run_step(seqs, tokens, logits_of, out, threading.get_ident() == MAIN_THREAD)
+        if result is None:
+            # Python's own reaction, now that nothing is locked and all is as before the call. It raises as a rule; if
+            # the program goes on, so does the call.
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                handler(signal.SIGINT, sys._getframe())
+            result = self.run_step(seqs, tokens, logits_of, out, False)
+        return result
+
+    cdef run_step(self, list seqs, list tokens, logits_of, out, bint can_stop):
+        """Checked, planned and reserved for the whole batch before the first write; None if Ctrl-C ended it."""
         cdef int n_threads = team()
         cdef int64_t i, failed = 0, needed = 0, n_floats, n_pass, n_done = 0
         cdef pkv_step laid
+        cdef pkv_stop stop
         cdef Batch batch = Batch()
         cdef Scratch scratch
         cdef float *logits
@@ -1399,20 +1475,30 @@ cdef class ModelCore:
             n_pass = min(batch.n_rows, PKV_STEP_ROWS)
             n_floats = pkv_step_lay_out(&laid, &self.m, n_pass, n_threads, NULL) + batch.partials_len
             scratch = self.take_scratch(n_floats)
+            batch.note_tables()
             status = pkv_ensure_append_batch(batch.seqs, batch.n_new, batch.n_seqs, &failed, &needed)
             if status != PKV_OK:
                 self.scratches.append(scratch)
                 raise batch.append_error(status, failed, needed)
+            stop.poll, stop.next_s, stop.n_rows, stop.is_set = NULL, omp_get_wtime() + 0.1, 0, 0
+            if can_stop:
+                stop.poll = pkv_poll_interrupt
             for i in range(batch.n_passes):
+                if pkv_stop_is_set(&stop):
+                    break
+                batch.steps[i].stop = &stop
                 pkv_step_lay_out(&batch.steps[i], &self.m, n_pass, n_threads, scratch.block)
                 batch.steps[i].partials = scratch.block + (n_floats - batch.partials_len)
                 batch.steps[i].logits = logits + n_done * self.m.vocab_size
                 n_done += batch.steps[i].n_out
                 with nogil:
                     run_pass(&batch.steps[i], n_threads)
+            self.scratches.append(scratch)
+            if pkv_stop_is_set(&stop):
+                batch.undo()
+                return None
             for i in range(batch.n_seqs):
                 batch.seqs[i].seq_len += batch.n_new[i]
-            self.scratches.append(scratch)
             return result
         finally:
             for pool in reversed(locked):

@@ -383,7 +383,7 @@ class LlamaModel:
         all_logits : bool
             Logits of every row, in order, instead of the last row of each sequence.
         out : numpy.ndarray, optional
-            float32 array of the result's shape to write into.
+            float32 array of the result's shape to write into. After Ctrl-C some of it may be written.
         n_logits : list of int, optional
             Logits of so many last rows of each sequence, none for 0, in order. A row without costs no head.
 
@@ -403,8 +403,10 @@ class LlamaModel:
 
         Notes
         -----
-        All or nothing: after an error no sequence and no block has changed. Ported from
-        ``nx_f32_llm_forward_v4b`` (continuous batching: Yu et al. 2022).
+        All or nothing: after an error no sequence and no block has changed. Called from the main thread, a step that
+        takes longer than a tenth of a second ends soon after Ctrl-C, and its ``KeyboardInterrupt`` is such an error;
+        where another handler of SIGINT returns, the step is computed anew. Ported from ``nx_f32_llm_forward_v4b``
+        (continuous batching: Yu et al. 2022).
         """
         rows = list(rows)
         logits_of = n_logits if n_logits is not None else "all" if all_logits else "last"
@@ -430,7 +432,7 @@ class LlamaModel:
         tokens : list of int
         seq : Sequence
         chunk : int, optional
-            Tokens a step, 512 by default. Chunks do not change a bit; Ctrl-C is seen between them.
+            Tokens a step, 512 by default. Chunks do not change a bit.
         all_logits : bool
             Logits of every token instead of the last.
 
@@ -461,10 +463,14 @@ class LlamaModel:
                     self._core.step([seq], [part], "last", logits)
                 else:
                     self._core.step([seq], [part], "none", None)
-        except BaseException:  # Ctrl-C between the chunks, too
+        except BaseException:  # Ctrl-C, too
             seq.truncate(length)
             raise
         return logits if all_logits else logits[0]
+
+    def __reduce__(self):
+        raise TypeError("a LlamaModel cannot be pickled or copied: its weights are memory of this process; in another "
+                        f"process call LlamaModel.load({str(self._source[0])!r})")
 
     def __repr__(self) -> str:
         c = self.config

@@ -575,6 +575,40 @@ def test_a_signal_between_steps_stops_the_run(gguf):
     assert outcome.signal == signal.SIGTERM and 1 <= len(rows) == outcome.n_done < 20
 
 
+def test_a_signal_inside_a_step_gives_the_step_up(gguf, monkeypatch):
+    """And the rows of the run that follows are those of one without a signal."""
+    params, rows = pk.SamplingParams(max_tokens=3, seed=0), {}
+
+    def run(received, plan, lines, engine, key):
+        outcome = batch.Outcome(plan.n_rows, plan.n_done, 0)
+        output = batch.RowStream(lambda row: rows.setdefault(key, []).append(row), "rows")
+        progress = batch.Progress(plan, engine, None)
+        batch.run(engine, lines, plan, output, NoStamp(), params, False, outcome, progress, received)
+        return outcome
+
+    engine, lines, plan = parts_of(gguf, ["Hi"] * 5, n_seqs=2)
+    run([], plan, lines, engine, "whole")
+    engine, lines, plan = parts_of(gguf, ["Hi"] * 5, n_seqs=2)
+    n_steps, step = 0, engine.model.step
+
+    def pressed(*args, **options):
+        nonlocal n_steps
+        n_steps += 1
+        if n_steps == 5:
+            signal.raise_signal(signal.SIGINT)
+        return step(*args, **options)
+
+    with batch.stop_signals() as received, monkeypatch.context() as patch:
+        patch.setattr(engine.model, "step", pressed)
+        outcome = run(received, plan, lines, engine, "cut")
+    assert outcome.signal == signal.SIGINT and n_steps == 5 and 1 <= len(rows["cut"]) == outcome.n_done < 5
+    engine, lines, plan = parts_of(gguf, ["Hi"] * 5, n_seqs=2)
+    for i in range(len(rows["cut"])):
+        plan.is_done[i] = 1
+    run([], plan, lines, engine, "rest")
+    assert sorted(rows["cut"] + rows["rest"]) == sorted(rows["whole"])
+
+
 def test_progress(run, whole, monkeypatch):
     source, target = whole
     rows = target.read_bytes().splitlines(keepends=True)

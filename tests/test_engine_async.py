@@ -1,6 +1,7 @@
 """AsyncLLM: the same outputs as LLM, requests that come and go, and ends of all kinds."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -171,6 +172,23 @@ def test_beside_calls_of_the_same_llm(model):  # noqa: F811
     output, outputs = run(two())
     both.shutdown()
     assert output.outputs == outputs[0].outputs
+
+
+def test_two_event_loops_at_the_same_time(model, llm):  # noqa: F811
+    prompts, params = requests(5, 12)
+    want = LLM(model, n_blocks=64).generate(prompts, params, use_tqdm=False)
+    got = {}
+
+    async def some(i):
+        got[i] = await asyncio.gather(*(last(llm, p, q) for p, q in zip(prompts[i::2], params[i::2])))
+
+    workers = [threading.Thread(target=run, args=(some(i),)) for i in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    for i in range(2):
+        assert [output.outputs for output in got[i]] == [output.outputs for output in want[i::2]]
 
 
 def test_the_thread_sleeps_when_there_is_nothing_to_do(llm):

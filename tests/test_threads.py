@@ -10,6 +10,7 @@ import pagedkv as pk
 import promise_rows
 import pytest
 import tiny
+from pagedkv import threads as module
 from pagedkv.threads import _cgroup_quota
 from promise_rows import assert_same_bits, assert_same_kv, rows_alone, run_child, token_stream
 
@@ -130,7 +131,10 @@ def test_a_count_whose_stacks_do_not_fit_the_address_space_does_not_end_the_proc
     assert python(limit + RUNNING, directory, PAGEDKV_NUM_THREADS="4096") == (0, "4096 True")
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
+N_CORES = os.cpu_count() or 1
+
+
+@pytest.mark.parametrize("n", sorted({1, 2, 3, 4, 7, N_CORES - 1 or 1, N_CORES, 2 * N_CORES}))
 def test_count_does_not_show(model, streams, threads, n):
     threads(n)
     for tokens, want in streams:
@@ -183,6 +187,24 @@ def test_any_limit_of_threadpoolctl_holds_and_ends(default):
     assert python(LIMITS, PAGEDKV_NUM_THREADS="5", OMP_NUM_THREADS=default) == (0, "[3]")
 
 
+# -- the default ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("affinity, cores, quota, openmp, n", [
+    (8, 8, None, None, 8), (8, 4, None, None, 4), (8, 8, 3, None, 3), (2, 2, 16, None, 2), (8, 8, 5, "2", 2),
+    (8, 8, 1, "6", 1), (1, 1, 64, "64", 1),
+])  # fmt: skip
+def test_default_is_the_least_of_cores_in_the_affinity_quota_and_openmp(monkeypatch, affinity, cores, quota, openmp, n):
+    monkeypatch.setattr(module, "_affinity", lambda: set(range(affinity)))
+    monkeypatch.setattr(module, "_physical_cores", lambda cpus: cores if len(cpus) == affinity else 0)
+    monkeypatch.setattr(module, "_cgroup_quota", lambda: quota)
+    monkeypatch.delenv("PAGEDKV_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if openmp:
+        monkeypatch.setenv("OMP_NUM_THREADS", openmp)
+    assert module.default_num_threads() == n
+
+
 # -- the cgroup's quota ---------------------------------------------------------------------------
 
 V2, V1 = "0::/a/b/c", "7:memory:/m\n4:cpu,cpuacct:/a/b\n0::/"
@@ -227,6 +249,127 @@ def test_a_bad_environment_ends_the_command_in_one_line(tmp_path, name, value, s
     done = subprocess.run(command, env=promise_rows.child_env(**{name: value}), capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("pagedkv: error: ") and repr(value) in done.stderr
+
+
+# -- Ctrl-C ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def slow_directory(tmp_path_factory):
+    """A small model whose context is so long that one step can take seconds."""
+    config = tiny.tiny_config(hidden_dim=256, n_heads=8, ffn_dim=512, n_layers=4, context_len=8192)
+    return tiny.write_hf(tmp_path_factory.mktemp("threads") / "slow", config, tiny.tiny_tensors(config))
+
+
+PRESSED = """
+import os, signal, sys, threading, time, numpy as np, pagedkv as pk
+
+signal.signal(signal.SIGINT, signal.default_int_handler)   # ignored under nohup
+model = pk.LlamaModel.load(sys.argv[1])
+pool = model.new_pool(n_tokens=7000)
+many = np.arange(6000) % 128
+
+
+def pressing(pool):
+    # Ctrl-C as soon as a step has its blocks, and so has begun.
+    n_free = pool.n_free
+
+    def press():
+        while pool.n_free == n_free:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread
+
+
+def interrupted(pool, call):
+    thread = pressing(pool)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return thread.join() or True
+    return False
+
+
+def state(pool, *seqs):
+    ids = [pool.alloc_block() for _ in range(pool.n_free)]     # the order in which blocks will be given
+    for block_id in ids[::-1]:
+        pool.unref_block(block_id)
+    rows = [[head.tobytes() for layer in range(4) for head in seq.gather_head(layer, 1, 32)] for seq in seqs]
+    return ids, [pool.ref_count(i) for i in range(pool.n_blocks)], [seq.block_table.tolist() for seq in seqs], rows
+"""
+
+PRESSED_IN_A_STEP = PRESSED + """
+first = model.new_sequence(pool)
+model.prefill(many[:30], first)
+short, other = first.fork(), first.fork()     # the tail has three owners, one of which is shorter
+short.truncate(20)
+other.free()
+before = state(pool, first, short)
+# The first to write gets a twin of the tail; the shorter one then writes over the rows that the first one had there.
+assert interrupted(pool, lambda: model.step([(first, many[:5]), (short, many)]))
+assert state(pool, first, short) == before and (len(first), len(short)) == (30, 20)
+assert interrupted(pool, lambda: model.prefill(many, short, chunk=len(many), all_logits=True))
+assert interrupted(pool, lambda: model.step([(short, many[:3000]), (first, many[:3000])], n_logits=[3000, 0]))
+assert state(pool, first, short) == before
+alone = model.new_sequence(pool)
+want = model.prefill([*many[:30], *many[:5]], alone)
+assert model.step([(first, many[:5]), (short, [1])])[0].tobytes() == want.tobytes()
+print("as before")
+"""
+
+PRESSED_IN_GENERATE = PRESSED + """
+llm = pk.LLM(model, n_blocks=400, max_num_batched_tokens=6001)
+params = pk.SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
+assert interrupted(llm.pool, lambda: llm.generate([many.tolist()], params, use_tqdm=False))
+stats = llm.stats()
+assert stats["running"] == stats["waiting"] == stats["blocks_used"] == stats["steps"] == 0
+tokens = llm.generate([many[:40].tolist()], params, use_tqdm=False)[0].outputs[0].token_ids
+assert tokens[0] == model.prefill(many[:40], model.new_sequence(pool)).argmax()
+print("as before")
+"""
+
+PRESSED_AND_HANDLED = PRESSED + """
+few = many[:1500]
+want = model.prefill(few, model.new_sequence(pool)).tobytes()
+calls, seq = [], model.new_sequence(pool)
+
+
+def handler(number, frame):
+    calls.append((number, frame is not None, len(seq), pool.n_free == n_free, seq.fork().free()))   # nothing is locked
+
+
+signal.signal(signal.SIGINT, handler)
+n_free = pool.n_free
+thread = pressing(pool)
+assert model.prefill(few, seq, chunk=len(few)).tobytes() == want     # begun anew
+thread.join()
+assert calls == [(signal.SIGINT, True, 0, True, None)], calls
+
+# In another thread a step goes on: the signal is the main thread's.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+got, other = [], model.new_sequence(pool)
+worker = threading.Thread(target=lambda: got.append(model.prefill(few, other, chunk=len(few)).tobytes()))
+press = pressing(pool)
+worker.start()
+n_pressed = 0
+while not (got and n_pressed):
+    try:
+        time.sleep(0.01)
+    except KeyboardInterrupt:
+        n_pressed += 1
+assert got == [want]
+print("as before")
+"""
+
+
+@pytest.mark.parametrize("code, n", [(PRESSED_IN_A_STEP, 1), (PRESSED_IN_A_STEP, 2), (PRESSED_IN_GENERATE, 2),
+                                     (PRESSED_AND_HANDLED, 1)])  # fmt: skip
+def test_ctrl_c_ends_a_step_half_way_and_leaves_no_trace(slow_directory, code, n):
+    """A step that was computed to its end has advanced its sequences."""
+    assert python(code, slow_directory, PAGEDKV_NUM_THREADS=str(n)) == (0, "as before")
 
 
 # -- processes ------------------------------------------------------------------------------------
@@ -278,6 +421,11 @@ def test_a_sequence_goes_on_in_both_processes(directory):
 # -- Python threads -------------------------------------------------------------------------------
 
 
+def test_the_interpreter_s_lock_is_on():
+    """The core relies on it: a free-threaded CPython turns it on when the core is imported, and warns."""
+    assert getattr(sys, "_is_gil_enabled", lambda: True)()
+
+
 def run_together(*works):
     """Run functions in Python threads that start at one moment; re-raises what one of them raised."""
     barrier, errors = threading.Barrier(len(works)), []
@@ -321,6 +469,56 @@ def test_python_threads_with_one_model_decode_as_if_alone(model, streams, thread
     pools = [model.new_pool() for _ in range(n_pools)]
     run_together(*(decodes_alone(model, pools[i % n_pools], tokens, want) for i, (tokens, want) in enumerate(streams)))
     assert all(pool.n_free == pool.n_blocks for pool in pools)
+
+
+def random_work(model, pool, seed, done):
+    """Steps, forks, truncations and ends of one Python thread; what came of each goes to `done`."""
+    rng = np.random.default_rng(seed)
+    seqs = {}  # Sequence -> its tokens
+
+    def step():
+        some = [seq for seq in seqs if rng.random() < 0.7] or list(seqs)[:1]
+        new = [rng.integers(0, model.config.vocab_size, rng.integers(1, 6)) for _ in some]
+        logits = model.step(list(zip(some, new)))
+        for seq, ids, row in zip(some, new, logits):
+            seqs[seq] = [*seqs[seq], *ids]
+            done.append((seqs[seq], row.copy()))
+
+    def fork():
+        seq = list(seqs)[rng.integers(len(seqs))]
+        seqs[seq.fork()] = seqs[seq]
+
+    def truncate():
+        seq = list(seqs)[rng.integers(len(seqs))]
+        n = int(rng.integers(0, len(seqs[seq]) + 1))
+        seq.truncate(n)
+        seqs[seq] = seqs[seq][:n]
+
+    def end():
+        seq = list(seqs)[rng.integers(len(seqs))]
+        del seqs[seq]
+        seq.free()
+
+    def work():
+        for _ in range(25):
+            if not seqs:
+                seqs[model.new_sequence(pool, 400)] = []
+            (step, step, step, fork, truncate, end)[rng.integers(6)]()
+        for seq in seqs:
+            seq.free()
+
+    return work
+
+
+def test_eight_threads_of_random_work_on_one_pool_compute_as_if_alone(model, threads):
+    pool, results = model.new_pool(n_tokens=20000), [[] for _ in range(8)]
+    threads(2)
+    run_together(*(random_work(model, pool, seed, done) for seed, done in enumerate(results)))
+    assert pool.n_free == pool.n_blocks and all(results)
+    threads(1)
+    for seed, done in enumerate(results):
+        for tokens, row in done:
+            assert_same_bits(row, rows_alone(model, tokens, chunk=512).logits[-1])
 
 
 def test_batches_over_two_pools_in_either_order_do_not_lock_each_other_out(model, streams):

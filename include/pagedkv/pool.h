@@ -242,7 +242,8 @@ static inline pkv_status pkv_seq_adopt(pkv_seq *seq, const int32_t *block_ids, i
         pool->ref_count[block_ids[i]] = ~pool->ref_count[block_ids[i]] + (status == PKV_OK);
     if (status != PKV_OK)
         return status;
-    memcpy(seq->block_table, block_ids, (size_t)n * sizeof(int32_t));
+    if (n > 0) /* block_ids may be NULL where there are none, and memcpy takes no NULL */
+        memcpy(seq->block_table, block_ids, (size_t)n * sizeof(int32_t));
     seq->n_blocks = n;
     seq->seq_len = n * pool->block_size;
     return PKV_OK;
@@ -301,6 +302,19 @@ static inline void pkv_unplan_append(pkv_seq *seq) {
         }
 }
 
+/* The first n_rows rows of all layers from one block to another; nothing where n_rows <= 0. */
+static inline void pkv_copy_block(pkv_pool *pool, int32_t source, int32_t target, int64_t n_rows) {
+    for (int64_t layer = 0; layer < pool->n_layers && n_rows > 0; layer++) {
+        pkv_slot from = pkv_pool_slot(pool, source, layer, 0), to = pkv_pool_slot(pool, target, layer, 0);
+        size_t n_bytes = (size_t)(n_rows * pool->kv_dim * pkv_kv_value_nbytes(pool->dtype));
+        memcpy(pool->k + to.values, pool->k + from.values, n_bytes);
+        memcpy(pool->v + to.values, pool->v + from.values, n_bytes);
+        n_bytes = (size_t)(n_rows * pkv_kv_scales_nbytes(pool->dtype, pool->kv_dim));
+        memcpy(pool->k + to.scales, pool->k + from.scales, n_bytes);
+        memcpy(pool->v + to.scales, pool->v + from.scales, n_bytes);
+    }
+}
+
 /* Do what was planned; cannot fail after a plan that succeeded. Copies only rows below seq_len. */
 static inline void pkv_commit_append(pkv_seq *seq, int64_t n_new) {
     pkv_pool *pool = seq->pool;
@@ -311,21 +325,33 @@ static inline void pkv_commit_append(pkv_seq *seq, int64_t n_new) {
         if (pool->ref_count[shared] <= 1)
             continue;
         pkv_alloc_block(pool, &own);
-        int64_t n_rows = seq->seq_len - i * pool->block_size; /* <= 0 in a reserved empty block */
-        for (int64_t layer = 0; layer < pool->n_layers && n_rows > 0; layer++) {
-            pkv_slot from = pkv_pool_slot(pool, shared, layer, 0), to = pkv_pool_slot(pool, own, layer, 0);
-            size_t n_bytes = (size_t)(n_rows * pool->kv_dim * pkv_kv_value_nbytes(pool->dtype));
-            memcpy(pool->k + to.values, pool->k + from.values, n_bytes);
-            memcpy(pool->v + to.values, pool->v + from.values, n_bytes);
-            n_bytes = (size_t)(n_rows * pkv_kv_scales_nbytes(pool->dtype, pool->kv_dim));
-            memcpy(pool->k + to.scales, pool->k + from.scales, n_bytes);
-            memcpy(pool->v + to.scales, pool->v + from.scales, n_bytes);
-        }
+        pkv_copy_block(pool, shared, own, seq->seq_len - i * pool->block_size); /* none in a reserved empty block */
         pkv_unref_block(pool, shared);
         seq->block_table[i] = own;
     }
     while (seq->n_blocks < need)
         pkv_alloc_block(pool, &seq->block_table[seq->n_blocks++]);
+}
+
+/* Take back what pkv_commit_append did, before any row was advanced over; of a batch the last sequence first. Then the
+ * pool, its free stack too, is as it was.
+ *   n_blocks  of the table before
+ *   before    [n_blocks - seq_len / block_size] its entries from the block of row seq_len on */
+static inline void pkv_undo_append(pkv_seq *seq, int64_t n_blocks, const int32_t *before) {
+    pkv_pool *pool = seq->pool;
+    int64_t first = seq->seq_len / pool->block_size;
+    while (seq->n_blocks > n_blocks)
+        pkv_unref_block(pool, seq->block_table[--seq->n_blocks]);
+    for (int64_t i = n_blocks - 1; i >= first; i--) {
+        int32_t own = seq->block_table[i], shared = before[i - first];
+        if (own == shared)
+            continue;
+        /* Its other owner may have been shorter, and have written over rows that were this sequence's too. */
+        pkv_copy_block(pool, own, shared, seq->seq_len - i * pool->block_size);
+        pool->ref_count[shared]++;
+        seq->block_table[i] = shared;
+        pkv_unref_block(pool, own);
+    }
 }
 
 /* Whether pkv_ensure_append_batch would succeed; changes nothing.

@@ -69,6 +69,35 @@ typedef struct pkv_model {
     int int8;              /* compute="int8": quantised panels meet quantised activations; see int8_scalar.h */
 } pkv_model;
 
+/* How a step is left half-way. Between its tasks thread 0 asks now and then, and once the answer was yes all threads
+ * pass over the tasks that are left. What was written by then is scratch, logits, and rows past the sequences' ends. */
+typedef struct pkv_stop {
+    int (*poll)(struct pkv_stop *stop); /* not 0: stop. NULL: never asked */
+    double next_s;                      /* poll's own: before that time it has nothing to do */
+    int64_t n_rows;                     /* of thread 0's tasks since it last asked */
+    int is_set;                         /* written once, by thread 0; read through pkv_stop_is_set */
+} pkv_stop;
+
+/* Thread 0 asks before tasks of so many rows together. Asking costs some 30 ns, and a task at least a microsecond for
+ * each of its rows. */
+#define PKV_POLL_ROWS 32
+
+static inline int pkv_stop_is_set(const pkv_stop *stop) {
+#if defined(__GNUC__)
+    return __atomic_load_n(&stop->is_set, __ATOMIC_RELAXED);
+#else
+    return *(const volatile int *)&stop->is_set;
+#endif
+}
+
+static inline void pkv_stop_set(pkv_stop *stop) {
+#if defined(__GNUC__)
+    __atomic_store_n(&stop->is_set, 1, __ATOMIC_RELAXED);
+#else
+    *(volatile int *)&stop->is_set = 1;
+#endif
+}
+
 /* One pass: up to PKV_STEP_ROWS rows, and the scratch planned for them. */
 typedef struct pkv_step {
     const pkv_model *model;
@@ -78,6 +107,7 @@ typedef struct pkv_step {
     const int64_t *positions; /* [n_rows] index of the row in its sequence */
     pkv_seq *const *row_seqs; /* [n_rows] */
     pkv_attn_plan plan;
+    pkv_stop *stop;         /* of the whole step */
     int64_t n_out;          /* rows whose logits are asked for */
     const int64_t *out_row; /* [n_out] ascending */
     float *logits;          /* [n_out, vocab_size] */
@@ -256,6 +286,17 @@ static inline void pkv_matmul_group(const pkv_kernels *kernels, pkv_rows in, con
 /* Scratch of a thread: the matmul's first, then what the task itself needs. */
 static inline float *pkv_thread_scratch(const pkv_step *s, int thread) { return s->thread + thread * s->thread_len; }
 
+/* First thing in every task that takes time: whether to pass over it. */
+static inline int pkv_step_passes(const pkv_step *s, int thread) {
+    pkv_stop *stop = s->stop;
+    if (thread == 0 && stop->poll && (stop->n_rows += s->n_rows) >= PKV_POLL_ROWS) {
+        stop->n_rows = 0;
+        if (stop->poll(stop))
+            pkv_stop_set(stop);
+    }
+    return pkv_stop_is_set(stop);
+}
+
 /* Row i: the token's embedding, read out of the packed matrix, and the rotation of its position. */
 static inline void pkv_step_embed(const pkv_step *s, int64_t i) {
     const pkv_model *m = s->model;
@@ -291,6 +332,8 @@ static inline pkv_rows pkv_step_normed(const pkv_step *s, int64_t n) {
 /* One group of panels of Q, K and V. */
 static inline void pkv_step_qkv(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups,
                                 int thread) {
+    if (pkv_step_passes(s, thread))
+        return;
     int64_t n = layer->qkv.n, n_cols;
     int64_t col = pkv_matmul_group_cols(s->kernels, pkv_step_normed(s, s->n_rows), &layer->qkv, group, n_groups,
                                         s->qkv, pkv_thread_scratch(s, thread), &n_cols);
@@ -332,6 +375,8 @@ static inline pkv_attn_shape pkv_step_attn_shape(const pkv_model *m, int64_t lay
 }
 
 static inline void pkv_step_attend(const pkv_step *s, int64_t layer, int64_t item, int thread) {
+    if (pkv_step_passes(s, thread))
+        return;
     const pkv_model *m = s->model;
     pkv_attn_shape shape = pkv_step_attn_shape(m, layer);
     pkv_attn_run(s->kernels, &shape, &s->plan, &s->plan.run[item], layer, s->qkv, pkv_qkv_len(m), s->attn,
@@ -353,6 +398,8 @@ static inline void pkv_step_quantize_attn(const pkv_step *s, int64_t i) {
 /* One group of panels of a projection back into the residual stream: x += in W^T. */
 static inline void pkv_step_project(const pkv_step *s, const pkv_weight *w, pkv_rows in, int64_t group,
                                     int64_t n_groups, int thread) {
+    if (pkv_step_passes(s, thread))
+        return;
     int64_t n_cols;
     int64_t col = pkv_matmul_group_cols(s->kernels, in, w, group, n_groups, s->proj, pkv_thread_scratch(s, thread),
                                         &n_cols);
@@ -372,6 +419,8 @@ static inline void pkv_step_down(const pkv_step *s, const pkv_layer *layer, int6
 
 /* One panel of gate and its twin of up, through SwiGLU, while both are in the cache. */
 static inline void pkv_step_gate_up(const pkv_step *s, const pkv_layer *layer, int64_t panel, int thread) {
+    if (pkv_step_passes(s, thread))
+        return;
     const pkv_model *m = s->model;
     float *scratch = pkv_thread_scratch(s, thread), *both = scratch + PKV_MATMUL_SCRATCH; /* [n_rows, 64] */
     int64_t n_cols = pkv_min(PKV_PANEL, m->ffn_dim - panel * PKV_PANEL);
@@ -390,6 +439,8 @@ static inline void pkv_step_out_norm(const pkv_step *s, int64_t i) {
 }
 
 static inline void pkv_step_head(const pkv_step *s, int64_t group, int64_t n_groups, int thread) {
+    if (pkv_step_passes(s, thread))
+        return;
     pkv_matmul_group(s->kernels, pkv_step_normed(s, s->n_out), &s->model->head, group, n_groups, s->logits,
                      pkv_thread_scratch(s, thread));
 }

@@ -112,15 +112,27 @@ def _name_of(key):
 # ---- The run ------------------------------------------------------------------------------------
 
 
+class _StepStopped(BaseException):
+    """A signal came during a step, which is given up: the rows to come are those of any later run."""
+
+
+class _Signals(list):
+    """Numbers of the signals that came; `in_step` says whether a step runs."""
+
+    in_step = False
+
+
 @contextmanager
 def stop_signals():
-    """Collect SIGINT and SIGTERM in a list, to be looked at between steps; a second one raises KeyboardInterrupt."""
-    received = []
+    """Collect SIGINT and SIGTERM in a list for :func:`run`; a second one raises KeyboardInterrupt."""
+    received = _Signals()
 
     def receive(number, _):
         received.append(number)
         if len(received) > 1:
             raise KeyboardInterrupt
+        if received.in_step:
+            raise _StepStopped
 
     before = {}
     if threading.current_thread() is threading.main_thread():  # Python lets no other set them
@@ -250,7 +262,7 @@ def run(engine, lines, plan, output, stamp, defaults, chat, outcome, progress, r
         Counted up as rows are written, so that it holds whatever is raised.
     progress : Progress
     received : list of int
-        The run stops between two steps when a signal is in it.
+        The run stops when a signal is in it: before the next step, or, with what :func:`stop_signals` gives, inside one.
 
     Raises
     ------
@@ -277,7 +289,18 @@ def run(engine, lines, plan, output, stamp, defaults, chat, outcome, progress, r
             except LineError as error:
                 finish(line, error_row(error))
 
-    with closing(engine.run(coming())) as steps:
+    def step():
+        if not isinstance(received, _Signals):
+            return engine.step()
+        try:
+            received.in_step = True
+            return engine.step()
+        except _StepStopped:
+            return []
+        finally:
+            received.in_step = False
+
+    with closing(engine.run(coming(), step)) as steps:
         for ended in steps:
             for line, request in ended:
                 if isinstance(request.error, PoolExhausted):

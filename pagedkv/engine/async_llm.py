@@ -3,15 +3,27 @@
 import asyncio
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, Self
 
-from pagedkv.engine.llm import LLM, Message, Prompt
+from pagedkv.engine.llm import LLM, Message, Prompt, Torn
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.params import SamplingParams
 from pagedkv.model import LlamaModel
 from pagedkv.pool import BlockPool
+
+_ASYNC_LLMS = weakref.WeakSet()  # whose threads a forked child lacks
+
+
+def _after_fork():
+    for llm in _ASYNC_LLMS:
+        llm._begin_anew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)  # after LLM's
 
 
 class AsyncLLM:
@@ -27,7 +39,8 @@ class AsyncLLM:
     Notes
     -----
     Leaving the generator of a request, or cancelling its task, ends it: its blocks are free before the next step but
-    one. :meth:`shutdown` ends the thread; so does leaving ``async with``.
+    one. :meth:`shutdown` ends the thread; so does leaving ``async with``. Several event loops may use one object. In a
+    child of ``os.fork`` it begins anew, without the requests of the parent; see :class:`LLM`.
 
     Examples
     --------
@@ -45,6 +58,21 @@ class AsyncLLM:
         self._by_id = {}  # request_id -> abort function
         self._thread = None
         self._closed = False
+        _ASYNC_LLMS.add(self)
+
+    def _begin_anew(self):
+        """In a forked child: the thread and all who wait for it are in the parent."""
+        requests = [request for request, *_ in self._listeners.values()]
+        self._wake, self._inbox, self._listeners, self._by_id = threading.Condition(), deque(), {}, {}
+        self._thread = None
+        try:
+            with self._llm._lock:
+                for request in requests:
+                    self._engine.abort(request)
+        except RuntimeError:  # a step is half done there; generate says so
+            pass
+
+    __reduce__ = LLM.__reduce__
 
     @property
     def model(self) -> LlamaModel:
@@ -80,7 +108,11 @@ class AsyncLLM:
         ------
         ValueError, TokenError, BoundsError, PoolExhausted
             The prompt can never run. It ends this request alone.
+        RuntimeError
+            After :meth:`shutdown`; in a child that was forked during a step.
         """
+        if isinstance(self._llm._lock, Torn):
+            self._llm._lock.refuse()
         (text, ids, params, _), = self._llm._read_all([prompt], sampling_params)
         loop, outputs = asyncio.get_running_loop(), asyncio.Queue()
         request = None

@@ -1,5 +1,6 @@
 """The engine: requests in, steps of the model, tokens out. Knows no prompts as text and no threads."""
 
+import functools
 import hashlib
 import time
 
@@ -10,6 +11,20 @@ from pagedkv.engine.request import Request
 from pagedkv.engine.sampler import Sampler
 from pagedkv.engine.scheduler import Scheduler
 from pagedkv.errors import BoundsError, PoolExhausted, TokenError
+
+
+def _changes(method):
+    """A method that is counted while it runs: a process forked meanwhile has an engine that is half changed."""
+
+    @functools.wraps(method)
+    def counted(self, *args, **options):
+        self.n_inside += 1
+        try:
+            return method(self, *args, **options)
+        finally:
+            self.n_inside -= 1
+
+    return counted
 
 
 class Engine:
@@ -53,6 +68,7 @@ class Engine:
         self._most_used = self._most_unshared = 0
         self._busy_s = 0.0
         self._torn = None  # the request that takes a token just now
+        self.n_inside = 0  # calls that are changing the engine just now
 
     def check(self, prompt_ids, params):
         """Raise, with the numbers, what keeps a request from ever running; returns its tokens a sample, at most.
@@ -87,6 +103,7 @@ class Engine:
                                 f"the pool has {self.pool.n_blocks}")
         return max_tokens
 
+    @_changes
     def add(self, prompt, prompt_ids, params, request_id=None):
         """Take a request, which :meth:`check` lets pass; it runs with the coming steps.
 
@@ -113,6 +130,7 @@ class Engine:
         request.end("error", error)
         return request
 
+    @_changes
     def abort(self, request, reason="abort", error=None):
         """End a request now, and give its blocks back. One that has ended stays as it is."""
         for sample in request.samples:
@@ -123,7 +141,7 @@ class Engine:
     def has_work(self):
         return bool(self.scheduler.running or self.scheduler.waiting)
 
-    def run(self, requests):
+    def run(self, requests, step=None):
         """Run requests as they come, and hand out those that have ended after each step.
 
         Parameters
@@ -131,6 +149,8 @@ class Engine:
         requests : iterable of (object, list of int, SamplingParams)
             A key, and a prompt and its parameters that :meth:`check` lets pass. One is asked for when there is place
             for its samples: as many as run at a time, and as many again that wait, are in memory.
+        step : callable, optional
+            Instead of :meth:`step`.
 
         Yields
         ------
@@ -141,7 +161,7 @@ class Engine:
         -----
         Nobody else may step meanwhile. Closing the generator, or an exception in it, ends the requests under way.
         """
-        most, coming = 2 * self.scheduler.max_num_seqs, iter(requests)
+        most, coming, step = 2 * self.scheduler.max_num_seqs, iter(requests), step or self.step
         going, n_samples = {}, 0  # number of a request -> its key and itself; samples of them all
         try:
             ready = next(coming, None)
@@ -152,13 +172,14 @@ class Engine:
                     going[request.number] = key, request
                     n_samples += params.n
                     ready = next(coming, None)
-                ended = [going.pop(request.number) for request in self.step() if request.finished]
+                ended = [going.pop(request.number) for request in step() if request.finished]
                 n_samples -= sum(request.params.n for _, request in ended)
                 yield ended
         finally:
             for _, request in going.values():
                 self.abort(request)
 
+    @_changes
     def step(self):
         """One step of the model, over rows of as many requests as fit.
 

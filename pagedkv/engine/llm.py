@@ -3,6 +3,7 @@
 import operator
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,32 @@ Message = Mapping[str, Any]
 Prompt = str | Iterable[int] | Mapping[str, Any]
 Prompts = Prompt | Iterable[Prompt]
 Params = SamplingParams | Iterable[SamplingParams] | None
+
+
+_LLMS = weakref.WeakSet()  # whose locks a forked child makes anew
+
+
+class Torn:
+    """In place of an engine's lock, where a fork caught another thread inside it: what it holds is half done."""
+
+    def refuse(self):
+        raise RuntimeError("this process was forked while another thread was inside a step of this LLM, which is half "
+                           "done here for good; make another one over the same model: LLM(llm.model)")  # fmt: skip
+
+    def __enter__(self):
+        self.refuse()
+
+    def __exit__(self, *_):
+        pass
+
+
+def _after_fork():
+    for llm in _LLMS:
+        llm._lock = Torn() if llm._engine.n_inside else threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class LLM:
@@ -71,8 +98,9 @@ class LLM:
 
     Notes
     -----
-    Several Python threads may call one object: their requests run together. Continuous batching: Yu et al. 2022; the
-    names are those of vLLM (Kwon et al. 2023).
+    Several Python threads may call one object: their requests run together. In a child of ``os.fork`` it works on, with
+    one thread; where the fork came while another thread was inside a step, its calls raise RuntimeError. Continuous
+    batching: Yu et al. 2022; the names are those of vLLM (Kwon et al. 2023).
 
     Examples
     --------
@@ -96,6 +124,11 @@ class LLM:
         self._engine = Engine(model, pool, max_num_seqs, operator.index(max_num_batched_tokens), enable_prefix_caching,
                               seed, drafter)  # fmt: skip
         self._lock = threading.Lock()  # held for a step, and while requests come and go
+        _LLMS.add(self)
+
+    def __reduce__(self):
+        raise TypeError(f"a {type(self).__name__} cannot be pickled or copied: its weights and blocks are memory of this "
+                        "process; make one there")  # fmt: skip
 
     @property
     def model(self) -> LlamaModel:
