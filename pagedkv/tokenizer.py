@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from pagedkv.errors import FormatError, TokenError
-from pagedkv.formats.hf import _parse_object
+from pagedkv.formats.hf import read_bytes, read_object
 
 # tokenizer.ggml.token_type, from the GGUF specification (llama_token_type).
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
@@ -242,7 +242,7 @@ class Tokenizer:
         file = path / "tokenizer.json"
         if not file.is_file():
             raise FormatError(f"{path} has no tokenizer.json, so text cannot be turned into tokens")
-        backend = _checked(f"{file} cannot be read", tokenizers.Tokenizer.from_file, str(file))
+        backend = _checked(f"{file} cannot be read", tokenizers.Tokenizer.from_buffer, read_bytes(file))
         # Settings of whoever saved the file, which would cut or pad every text.
         backend.no_truncation()
         backend.no_padding()
@@ -825,11 +825,11 @@ def _post_processor_ids(backend):
 
 
 def _read_json(path):
-    return _parse_object(path.read_bytes(), path) if path.is_file() else {}
+    return read_object(path) if path.is_file() else {}
 
 
 def _read_text(path):
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path).decode()
     except UnicodeDecodeError as error:
         raise FormatError(f"{path} is not UTF-8: {error}") from None

@@ -626,3 +626,17 @@ def test_types_of_vectors(tmp_path):
     assert data[at : at + 4] == U32(1)
     with pytest.raises(FormatError, match="'model.norm.weight' is a vector of type q8_0"):
         opened(tmp_path, data[:at] + U32(8) + data[at + 4 :])
+
+
+def test_same_logits_as_hf_directory(tmp_path):
+    # HF 31766: were K un-permuted by the wrong number of heads, these would differ.
+    import pagedkv as pk
+
+    config = tiny.tiny_config(n_heads=8, n_kv_heads=2, norm_eps=2.0**-17)
+    tensors = tiny.tiny_tensors(config, 6)
+    tiny.write_gguf(tmp_path / "model.gguf", config, tensors)
+    logits = []
+    for path in (tmp_path / "model.gguf", tiny.write_hf(tmp_path / "hf", config, tensors)):
+        model = pk.LlamaModel.load(path)
+        logits.append(model.prefill(range(20), model.new_sequence(model.new_pool(n_tokens=32)), all_logits=True))
+    assert logits[0].tobytes() == logits[1].tobytes() and np.ptp(logits[0]) > 1

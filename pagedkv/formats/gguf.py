@@ -90,12 +90,12 @@ class _Cursor:
                 begin = pos + 8
                 pos = begin + length_at(data, pos)[0]
                 if pos > end:
-                    self.refuse(f"element {len(out)} of {what} passes the end of the file")
+                    self.refuse(f"element {len(out)} of {what} at byte {begin - 8} passes the end of the file")
                 append(str(data[begin:pos], "utf-8"))
         except struct.error:
-            self.refuse(f"element {len(out)} of {what} passes the end of the file")
+            self.refuse(f"element {len(out)} of {what} at byte {pos} passes the end of the file")
         except UnicodeDecodeError:
-            self.refuse(f"element {len(out)} of {what} is not UTF-8")
+            self.refuse(f"element {len(out)} of {what} at byte {begin} is not UTF-8")
         self.pos = pos
         return out
 
@@ -106,22 +106,22 @@ class _Cursor:
         if kind == _ARRAY:
             return self.array(what, depth + 1)
         if kind not in _SCALARS:
-            self.refuse(f"{what} has the unknown value type {kind}")
+            self.refuse(f"{what} has the unknown value type {kind} at byte {self.pos - 4}")
         return self.numbers(kind, 1, what)[0].item()
 
     def array(self, what, depth):
         if depth > _MAX_ARRAY_DEPTH:
-            self.refuse(f"{what} nests arrays deeper than {_MAX_ARRAY_DEPTH}")
+            self.refuse(f"{what} at byte {self.pos} nests arrays deeper than {_MAX_ARRAY_DEPTH}")
         kind = self.u32(f"element type of {what}")
         n = self.u64(f"length of {what}")
         if n > _MAX_ARRAY_LEN:
-            self.refuse(f"{what} has {n} elements, more than {_MAX_ARRAY_LEN}")
+            self.refuse(f"{what} at byte {self.pos - 8} has {n} elements, more than {_MAX_ARRAY_LEN}")
         if kind == _STRING:
             return self.strings(n, what)
         if kind == _ARRAY:
             return [self.array(what, depth + 1) for _ in range(n)]
         if kind not in _SCALARS:
-            self.refuse(f"{what} has the unknown element type {kind}")
+            self.refuse(f"{what} has the unknown element type {kind} at byte {self.pos - 12}")
         return self.numbers(kind, n, what)
 
     def numbers(self, kind, n, what):
@@ -132,7 +132,7 @@ class _Cursor:
         if kind != _BOOL:
             return values.astype(dtype.newbyteorder("="))
         if (values > 1).any():
-            self.refuse(f"{what} is a bool with a value other than 0 and 1")
+            self.refuse(f"{what} at byte {begin} is a bool with a value other than 0 and 1")
         return values.astype(bool)
 
 

@@ -31,9 +31,10 @@ def main():
     right = corpus.seeds("hf")
 
     def one_input(data):
-        files = {FILES[kind]: data}
         if kind == "hf":  # a file that the input does not have is the right one
-            files = {name: content for name, content in right[len(data) % len(right)].items()} | corpus.split(data)
+            files = right[len(data) % len(right)] | corpus.split(data)
+        else:
+            files = {FILES[kind]: data}
         targets.check(kind, files, folder)
 
     atheris.Setup(sys.argv, one_input)
