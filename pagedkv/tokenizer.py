@@ -6,6 +6,7 @@ rule serves `decode` and the stream, and the stream's parts add up to what `deco
 
 import codecs
 import json
+import math
 import operator
 import os
 import warnings
@@ -49,6 +50,9 @@ _SPLITS = {
 # Of a token that can be merged: every place to cut it is looked at. The longest in use have some hundred characters.
 _MOST_TOKEN_LEN = 1024
 
+# Of a text, by the Replace steps of a tokenizer.json; those in use write one character for another, or "&lt;" for "<".
+_MOST_GROWTH = 64
+
 # Control tokens that end a turn. Older Llama-3 files name only <|end_of_text|> as their end
 # and would talk on past the turn; asked only where the file has no eot_token_id.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
@@ -87,9 +91,11 @@ class Tokenizer:
     """
 
     def __init__(
-        self, backend, *, vocab_size, bos_token_id, eos_token_ids, prefix, suffix, chat_template, named
+        self, backend, *, vocab_size, bos_token_id, eos_token_ids, prefix, suffix, chat_template, named,
+        source="this tokenizer"
     ):
         self._backend = backend
+        self._source = source  # for messages
         self._prefix = list(prefix)  # ids put before and after a text with add_special_tokens
         self._suffix = list(suffix)
         self._named = named  # {"bos_token": "<s>", ...}, as templates know them
@@ -243,9 +249,16 @@ class Tokenizer:
         if not file.is_file():
             raise FormatError(f"{path} has no tokenizer.json, so text cannot be turned into tokens")
         backend = _checked(f"{file} cannot be read", tokenizers.Tokenizer.from_buffer, read_bytes(file))
+        for part in (backend.normalizer, backend.decoder):
+            growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
+            if growth > _MOST_GROWTH:
+                raise FormatError(f"{file}: its Replace steps make a text {growth} times as long, at most {_MOST_GROWTH} are read")
         # Settings of whoever saved the file, which would cut or pad every text.
         backend.no_truncation()
         backend.no_padding()
+        if getattr(backend.model, "dropout", None):  # of training: each encoding would be another
+            backend.model.dropout = None
+        around = _checked(f"{file} cannot encode", _post_processor_ids, backend)
 
         settings = _read_json(path / "tokenizer_config.json")
         config = _read_json(path / "config.json")
@@ -292,7 +305,7 @@ class Tokenizer:
             prefix = [bos] if adds[0] and bos is not None else []
             suffix = ends[:1] if adds[1] else []
         else:
-            prefix, suffix = _checked(f"{file} cannot encode", _post_processor_ids, backend)
+            prefix, suffix = around
 
         template = settings.get("chat_template")
         if isinstance(template, list):
@@ -308,6 +321,7 @@ class Tokenizer:
         return cls(
             backend,
             vocab_size=vocab_size,
+            source=file,
             bos_token_id=bos,
             eos_token_ids=ends,
             prefix=prefix,
@@ -352,7 +366,7 @@ class Tokenizer:
                 "which is no character"
             ) from None
         backend = self._backend if parse_special else self._plain_backend
-        ids = _checked("this tokenizer cannot encode the text", backend.encode, text, add_special_tokens=False).ids
+        ids = _checked(f"{self._source} cannot encode the text", backend.encode, text, add_special_tokens=False).ids
         if add_special_tokens:
             if ids[: len(self._prefix)] != self._prefix:
                 ids = self._prefix + ids
@@ -473,7 +487,7 @@ class Tokenizer:
 
     def _decoded(self, ids, skip_special_tokens):
         """By the library, where its decoder has no rule here."""
-        return _checked("this tokenizer cannot decode the ids", self._backend.decode, ids,
+        return _checked(f"{self._source} cannot decode the ids", self._backend.decode, ids,
                         skip_special_tokens=skip_special_tokens)  # fmt: skip
 
     def _check_id(self, token_id):
@@ -798,6 +812,17 @@ def _checked(what, call, *args, **options):
         words = error
     words = " ".join(str(words).split())
     raise FormatError(f"{what}: {words if len(words) <= 300 else words[:300] + '...'}")
+
+
+def _growth(spec):
+    """How many times as long the Replace steps of a normaliser or decoder can make a text."""
+    if isinstance(spec, list):
+        return math.prod(map(_growth, spec))
+    if not isinstance(spec, dict):
+        return 1
+    if spec.get("type") == "Replace":  # of a text by its length; a regex may match one character, or none
+        return max(1, len(spec["content"]) // max(1, len(spec["pattern"].get("String", ""))))
+    return math.prod(map(_growth, spec.values()))
 
 
 def _token_to_id(backend, token):

@@ -153,6 +153,7 @@ def own_vocab(token_id):
     return change
 
 
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
 DIRECTORIES = {
     "a JSON file nested deeply": (hf("tokenizer_config.json", b'{"a":' + b"[" * 5000 + b"]" * 5000 + b"}"), "nested too deeply"),
     "a number of 5,000 digits": (hf("tokenizer_config.json", b'{"a":' + b"1" * 5000 + b"}"), "is not valid JSON"),
@@ -168,6 +169,9 @@ DIRECTORIES = {
     "a vocabulary of 10**30": (hf("config.json", put(vocab_size=10**30)), "vocab_size is 10+.*, (not an integer in|outside)"),
     "an id of 2**32 - 1": (hf("tokenizer.json", own_vocab(2**32 - 1)), r"the largest id is 4294967295, outside \[0, 2\*\*31\)"),
     "a tokenizer.json of 100 kB in one text": (hf("tokenizer.json", put(version="x" * 100_000)), "cannot be read"),
+    "a normaliser that panics": (hf("tokenizer.json", put(normalizer=REPLACE | {"pattern": {"String": ""}})), "tokenizer.json cannot encode: index out of"),
+    "a normaliser that writes 10**5 for one": (hf("tokenizer.json", put(normalizer={"type": "Sequence", "normalizers": [REPLACE] * 5})),
+                                               "make a text 100000 times as long"),
     "frequencies over the kernels' limit": (hf("config.json", lambda content: (content.pop("rope_parameters"), content.update(rope_theta=1e-30))),
                                             "rotary frequencies must be finite"),
 }  # fmt: skip
@@ -189,6 +193,12 @@ def test_an_id_beyond_the_others_is_counted(tmp_path):
     targets.check("hf", files, tmp_path / "case")
     tokenizer = Tokenizer.from_directory(tmp_path / "case")
     assert tokenizer.vocab_size == 5001 and tokenizer.decode([5000, 4000]) == "far"
+
+
+def test_dropout_of_training_is_off(tmp_path):
+    targets.check("hf", hf("tokenizer.json", lambda content: content["model"].update(dropout=0.5)), tmp_path / "case")
+    tokenizer = Tokenizer.from_directory(tmp_path / "case")
+    assert len({tuple(tokenizer.encode("Hi Hi Hi Hi Hi")) for _ in range(50)}) == 1
 
 
 def test_lines_that_escaped(tmp_path):
