@@ -225,17 +225,32 @@ def _spend_joined(text, parts):
 
 
 # name -> what to pay before the call, beside what the string and the arguments take.
-_STR_METHODS = dict.fromkeys(
-    "capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric "
-    "isprintable isspace istitle isupper lower partition removeprefix removesuffix startswith swapcase title upper".split()
-) | {
-    "split": _spend_pieces, "splitlines": _spend_pieces, "replace": _spend_replaced, "join": _spend_joined,
-    "center": _spend_width, "ljust": _spend_width, "rjust": _spend_width, "zfill": _spend_width,
-} | dict.fromkeys(("strip", "lstrip", "rstrip", "rfind", "rindex", "rpartition"), _spend_product)  # fmt: skip
+_STR_METHODS = (
+    dict.fromkeys(
+        "capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower"
+        " isnumeric isprintable isspace istitle isupper lower partition removeprefix removesuffix startswith swapcase"
+        " title upper".split()
+    )
+    | {
+        "split": _spend_pieces,
+        "splitlines": _spend_pieces,
+        "replace": _spend_replaced,
+        "join": _spend_joined,
+        "center": _spend_width,
+        "ljust": _spend_width,
+        "rjust": _spend_width,
+        "zfill": _spend_width,
+    }
+    | dict.fromkeys(("strip", "lstrip", "rstrip", "rfind", "rindex", "rpartition"), _spend_product)
+)
 _STR_METHODS["rsplit"] = lambda text, *args: (_spend_pieces(text, *args), _spend_product(text, *args))
 # dict.get and its like read their arguments only, which are paid for; a list is read through.
 _FREE_SELF = dict.fromkeys(("get", "items", "keys", "values"))
-_METHODS = ((str, _STR_METHODS), (dict, _FREE_SELF | {"copy": None}), ((list, tuple), dict.fromkeys(("index", "count", "copy"))))
+_METHODS = (
+    (str, _STR_METHODS),
+    (dict, _FREE_SELF | {"copy": None}),
+    ((list, tuple), dict.fromkeys(("index", "count", "copy"))),
+)
 _OWN_CALLS = (Macro, BlockReference, LoopContext, Joiner, Undefined)
 
 
@@ -307,23 +322,88 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 # Beside what all but these pay, their arguments whole.
 _BEFORE = {
-    "join": _before_join, "indent": _before_indent, "round": _before_round, "sum": _before_sum, "sort": _before_sort,
-    "dictsort": _before_sort, "groupby": _before_sort, "format": _before_format,
+    "join": _before_join,
+    "indent": _before_indent,
+    "round": _before_round,
+    "sum": _before_sum,
+    "sort": _before_sort,
+    "dictsort": _before_sort,
+    "groupby": _before_sort,
+    "format": _before_format,
     "center": lambda text, width=80: _spend_width(text, width),
-    "replace": lambda text, old, new, *_, **__: _spend_replaced(text if isinstance(text, str) else str(text), str(old), str(new)),
+    "replace": lambda text, old, new, *_, **__: _spend_replaced(
+        text if isinstance(text, str) else str(text), str(old), str(new)
+    ),
     "trim": lambda text, chars=None: _spend_product(str(text), chars),
-    "odd": _need_numbers, "even": _need_numbers, "divisibleby": lambda value, num: _need_numbers(value, num),
-}  # fmt: skip
+    "odd": _need_numbers,
+    "even": _need_numbers,
+    "divisibleby": lambda value, num: _need_numbers(value, num),
+}
 # They look at one object, or at each element of a list but not into it.
-_SHALLOW = {"length", "count", "first", "last", "default", "d", "items", "attr", "list", "reverse", "map", "select",
-            "selectattr", "reject", "rejectattr", "tojson"}  # fmt: skip
-_FREE_TESTS = {"defined", "undefined", "none", "boolean", "true", "false", "string", "mapping", "number", "integer",
-               "float", "sequence", "iterable", "callable", "sameas", "escaped", "filter", "test"}  # fmt: skip
+_SHALLOW = {
+    "length",
+    "count",
+    "first",
+    "last",
+    "default",
+    "d",
+    "items",
+    "attr",
+    "list",
+    "reverse",
+    "map",
+    "select",
+    "selectattr",
+    "reject",
+    "rejectattr",
+    "tojson",
+}
+_FREE_TESTS = {
+    "defined",
+    "undefined",
+    "none",
+    "boolean",
+    "true",
+    "false",
+    "string",
+    "mapping",
+    "number",
+    "integer",
+    "float",
+    "sequence",
+    "iterable",
+    "callable",
+    "sameas",
+    "escaped",
+    "filter",
+    "test",
+}
 # Of no use to a chat template; most of them, unbounded or random.
-_LEFT_OUT = {"batch", "slice", "filesizeformat", "forceescape", "pprint", "random", "striptags", "urlencode", "urlize",
-             "wordwrap", "xmlattr"}  # fmt: skip
+_LEFT_OUT = {
+    "batch",
+    "slice",
+    "filesizeformat",
+    "forceescape",
+    "pprint",
+    "random",
+    "striptags",
+    "urlencode",
+    "urlize",
+    "wordwrap",
+    "xmlattr",
+}
 # Where a filter's attribute is among its arguments; "a.b.c" takes a step for each dot.
-_ATTRIBUTE_AT = {"selectattr": 1, "rejectattr": 1, "groupby": 1, "sort": 3, "unique": 2, "min": 2, "max": 2, "sum": 1, "join": 2}
+_ATTRIBUTE_AT = {
+    "selectattr": 1,
+    "rejectattr": 1,
+    "groupby": 1,
+    "sort": 3,
+    "unique": 2,
+    "min": 2,
+    "max": 2,
+    "sum": 1,
+    "join": 2,
+}
 
 
 def _metered(name, function, is_free):

@@ -252,7 +252,9 @@ class Tokenizer:
         for part in (backend.normalizer, backend.decoder):
             growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
             if growth > _MOST_GROWTH:
-                raise FormatError(f"{file}: its Replace steps make a text {growth} times as long, at most {_MOST_GROWTH} are read")
+                raise FormatError(
+                    f"{file}: its Replace steps make a text {growth} times as long, at most {_MOST_GROWTH} are read"
+                )
         # Settings of whoever saved the file, which would cut or pad every text.
         backend.no_truncation()
         backend.no_padding()
@@ -746,7 +748,9 @@ def _merges_of_scores(vocab, types, scores):
     cuts = []
     for token, token_id in ids.items():
         if len(token) > _MOST_TOKEN_LEN:
-            raise FormatError(f"tokenizer.ggml.tokens[{token_id}] has {len(token)} characters, at most {_MOST_TOKEN_LEN} are read")
+            raise FormatError(
+                f"tokenizer.ggml.tokens[{token_id}] has {len(token)} characters, at most {_MOST_TOKEN_LEN} are read"
+            )
         for n_left in range(1, len(token)):
             left, right = ids.get(token[:n_left]), ids.get(token[n_left:])
             if left is not None and right is not None:
@@ -794,7 +798,8 @@ def _is_numbers(value):
 
 
 # What the values of tokenizer.ggml.* must be; of *_token_id by what stands before it.
-_KINDS = dict.fromkeys(("model", "pre"), (_is_text, "a text")) | dict.fromkeys(("tokens", "merges"), (_is_texts, "a list of texts"))
+_KINDS = dict.fromkeys(("model", "pre"), (_is_text, "a text"))
+_KINDS |= dict.fromkeys(("tokens", "merges"), (_is_texts, "a list of texts"))
 _KINDS |= dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix"), (_is_flag, "true or false"))
 _KINDS |= dict.fromkeys(("bos", "eos", "eot", "eom", "unknown", "padding"), (_is_id, "an integer"))
 _KINDS |= {"token_type": (_is_counts, "a list of integers"), "scores": (_is_numbers, "a list of numbers")}

@@ -57,8 +57,24 @@ print(json.dumps({"unused": unused, "escaped": escaped, "n_used": n_used}))
 
 
 def replay(kind, n, seed, folder):
-    done = subprocess.run([sys.executable, "-c", CHILD, FUZZ, FUZZ.parent, kind, str(n), str(seed), str(SPARE_MIB), str(CASE_SECONDS),
-                           folder / "case"], text=True, capture_output=True, env=child_env() | {"PAGEDKV_NUM_THREADS": "1"})  # fmt: skip
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            CHILD,
+            FUZZ,
+            FUZZ.parent,
+            kind,
+            str(n),
+            str(seed),
+            str(SPARE_MIB),
+            str(CASE_SECONDS),
+            folder / "case",
+        ],
+        text=True,
+        capture_output=True,
+        env=child_env() | {"PAGEDKV_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, (done.returncode, done.stderr[-3000:])  # a signal: a crash
     out = json.loads(done.stdout)
     assert not out["unused"], f"right files {out['unused']} were refused"
@@ -100,7 +116,10 @@ def gguf(**changes):
 
 
 GGUF = {
-    "token types fewer than tokens": (gguf(token_type=(9, (5, [1] * 7))), "tokenizer.ggml.token_type has 7 entries for 260 tokens"),
+    "token types fewer than tokens": (
+        gguf(token_type=(9, (5, [1] * 7))),
+        "tokenizer.ggml.token_type has 7 entries for 260 tokens",
+    ),
     "token types as a number": (gguf(token_type=(4, 1)), "tokenizer.ggml.token_type is 1, not a list of integers"),
     "token types as texts": (gguf(token_type=(9, (8, [b"a"] * 260))), "token_type is .* not a list of integers"),
     "token types as lists": (gguf(token_type=(9, (9, [(4, [1])] * 260))), "token_type is .* not a list of integers"),
@@ -108,18 +127,35 @@ GGUF = {
     "tokens as a text": (gguf(tokens=(8, b"abc")), "tokenizer.ggml.tokens is 'abc', not a list of texts"),
     "merges as a number": (gguf(merges=(4, 7)), "tokenizer.ggml.merges is 7, not a list of texts"),
     "merges of unknown tokens": (gguf(merges=(9, (8, [b"nowhere nothing"]))), "merges do not fit its tokens"),
-    "an unknown token that is a text": (gguf(**{"tokenizer.ggml.padding_token_id": (8, b"")}), "tokenizer.ggml.padding_token_id is '', not an integer"),
+    "an unknown token that is a text": (
+        gguf(**{"tokenizer.ggml.padding_token_id": (8, b"")}),
+        "tokenizer.ggml.padding_token_id is '', not an integer",
+    ),
     "an end token that is a list": (gguf(eos_token_id=(9, (4, [1, 2]))), "end token .* is not an integer"),
     "a flag that is a list": (gguf(add_bos_token=(9, (4, [1, 2]))), "add_bos_token is .* not true or false"),
     "a kind that is a list": (gguf(model=(9, (4, [1, 2]))), "tokenizer.ggml.model is .* not a text"),
     "a pre-tokenizer that is a list": (gguf(pre=(9, (8, [b"a"]))), "tokenizer.ggml.pre is .* not a text"),
     "an architecture that is a list": (gguf(architecture=(9, (4, [1, 2]))), "architecture .* is not read here"),
     "a split that is a list": (gguf(**{"split.count": (9, (4, [1, 2]))}), "of a split model"),
-    "a RoPE scaling that is a list": (gguf(**{"llama.rope.scaling.type": (9, (4, [1, 2]))}), "RoPE scaling .* is not built here"),
-    "frequencies over the kernels' limit": (gguf(freq_base=(12, 1e-30)), "rotary frequencies must be finite and at most 64"),
-    "a token of 100,000 characters": (gguf(tokens=(9, (8, [b"x" * 100_000] + [b"%d" % i for i in range(259)])), model=(8, b"llama"), merges=None,
-                                           **{"tokenizer.ggml.scores": (9, (6, [0.0] * 260))}, token_type=(9, (5, [1] * 260))), "has 100000 characters, at most 1024 are read"),
-}  # fmt: skip
+    "a RoPE scaling that is a list": (
+        gguf(**{"llama.rope.scaling.type": (9, (4, [1, 2]))}),
+        "RoPE scaling .* is not built here",
+    ),
+    "frequencies over the kernels' limit": (
+        gguf(freq_base=(12, 1e-30)),
+        "rotary frequencies must be finite and at most 64",
+    ),
+    "a token of 100,000 characters": (
+        gguf(
+            tokens=(9, (8, [b"x" * 100_000] + [b"%d" % i for i in range(259)])),
+            model=(8, b"llama"),
+            merges=None,
+            **{"tokenizer.ggml.scores": (9, (6, [0.0] * 260))},
+            token_type=(9, (5, [1] * 260)),
+        ),
+        "has 100000 characters, at most 1024 are read",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", GGUF)
@@ -155,26 +191,57 @@ def own_vocab(token_id):
 
 REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
 DIRECTORIES = {
-    "a JSON file nested deeply": (hf("tokenizer_config.json", b'{"a":' + b"[" * 5000 + b"]" * 5000 + b"}"), "nested too deeply"),
+    "a JSON file nested deeply": (
+        hf("tokenizer_config.json", b'{"a":' + b"[" * 5000 + b"]" * 5000 + b"}"),
+        "nested too deeply",
+    ),
     "a number of 5,000 digits": (hf("tokenizer_config.json", b'{"a":' + b"1" * 5000 + b"}"), "is not valid JSON"),
     "a key twice": (hf("tokenizer_config.json", b'{"bos_token":"a","bos_token":"b"}'), "a key occurs twice"),
-    "a beginning that is a list": (hf("tokenizer_config.json", put(bos_token=["a"])), r"names bos_token \['a'\], which tokenizer.json lacks"),
-    "a beginning that is a lone surrogate": (hf("tokenizer_config.json", put(bos_token="\ud800")), "names bos_token .*, which tokenizer.json lacks"),
-    "a flag that is a text": (hf("tokenizer_config.json", put(add_bos_token="yes")), "add_bos_token or add_eos_token is not true or false"),
-    "templates that are numbers": (hf("tokenizer_config.json", put(chat_template=[1])), "lists chat templates without name or text"),
-    "an end that is an object": (hf("generation_config.json", put(eos_token_id={"a": 1})), "eos_token_id is .* not an i"),
+    "a beginning that is a list": (
+        hf("tokenizer_config.json", put(bos_token=["a"])),
+        r"names bos_token \['a'\], which tokenizer.json lacks",
+    ),
+    "a beginning that is a lone surrogate": (
+        hf("tokenizer_config.json", put(bos_token="\ud800")),
+        "names bos_token .*, which tokenizer.json lacks",
+    ),
+    "a flag that is a text": (
+        hf("tokenizer_config.json", put(add_bos_token="yes")),
+        "add_bos_token or add_eos_token is not true or false",
+    ),
+    "templates that are numbers": (
+        hf("tokenizer_config.json", put(chat_template=[1])),
+        "lists chat templates without name or text",
+    ),
+    "an end that is an object": (
+        hf("generation_config.json", put(eos_token_id={"a": 1})),
+        "eos_token_id is .* not an i",
+    ),
     "ends that are lists": (hf("generation_config.json", put(eos_token_id=[[1]])), "eos_token_id is .* not an i"),
     "an end outside the vocabulary": (hf("generation_config.json", put(eos_token_id=10**30)), "outside|not an id in"),
     "a vocabulary of a text": (hf("config.json", put(vocab_size=["a"])), r"vocab_size is \['a'\], not an integer"),
-    "a vocabulary of 10**30": (hf("config.json", put(vocab_size=10**30)), "vocab_size is 10+.*, (not an integer in|outside)"),
-    "an id of 2**32 - 1": (hf("tokenizer.json", own_vocab(2**32 - 1)), r"the largest id is 4294967295, outside \[0, 2\*\*31\)"),
+    "a vocabulary of 10**30": (
+        hf("config.json", put(vocab_size=10**30)),
+        "vocab_size is 10+.*, (not an integer in|outside)",
+    ),
+    "an id of 2**32 - 1": (
+        hf("tokenizer.json", own_vocab(2**32 - 1)),
+        r"the largest id is 4294967295, outside \[0, 2\*\*31\)",
+    ),
     "a tokenizer.json of 100 kB in one text": (hf("tokenizer.json", put(version="x" * 100_000)), "cannot be read"),
-    "a normaliser that panics": (hf("tokenizer.json", put(normalizer=REPLACE | {"pattern": {"String": ""}})), "tokenizer.json cannot encode: index out of"),
-    "a normaliser that writes 10**5 for one": (hf("tokenizer.json", put(normalizer={"type": "Sequence", "normalizers": [REPLACE] * 5})),
-                                               "make a text 100000 times as long"),
-    "frequencies over the kernels' limit": (hf("config.json", lambda content: (content.pop("rope_parameters"), content.update(rope_theta=1e-30))),
-                                            "rotary frequencies must be finite"),
-}  # fmt: skip
+    "a normaliser that panics": (
+        hf("tokenizer.json", put(normalizer=REPLACE | {"pattern": {"String": ""}})),
+        "tokenizer.json cannot encode: index out of",
+    ),
+    "a normaliser that writes 10**5 for one": (
+        hf("tokenizer.json", put(normalizer={"type": "Sequence", "normalizers": [REPLACE] * 5})),
+        "make a text 100000 times as long",
+    ),
+    "frequencies over the kernels' limit": (
+        hf("config.json", lambda content: (content.pop("rope_parameters"), content.update(rope_theta=1e-30))),
+        "rotary frequencies must be finite",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
@@ -202,6 +269,9 @@ def test_dropout_of_training_is_off(tmp_path):
 
 
 def test_lines_that_escaped(tmp_path):
-    lines = [b'{"prompt": "Hi", "top_k": 9223372036854775808}', b'{"prompt": "Hi", "top_k": 1' + b"0" * 100 + b"}",
-             b'{"messages": [{"role": "user", "content": ' + b"[" * 700 + b"]" * 700 + b"}]}"]  # fmt: skip
+    lines = [
+        b'{"prompt": "Hi", "top_k": 9223372036854775808}',
+        b'{"prompt": "Hi", "top_k": 1' + b"0" * 100 + b"}",
+        b'{"messages": [{"role": "user", "content": ' + b"[" * 700 + b"]" * 700 + b"}]}",
+    ]
     assert targets.check("jsonl", {"in.jsonl": b"\n".join(lines)}, tmp_path / "case")

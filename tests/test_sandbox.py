@@ -19,8 +19,18 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 
 def doubling(start, step, end):
     """A value that refers to itself twice, 99 times over."""
-    return ("{% set ns = namespace(x=" + start + ", y=" + start + ") %}{% for i in range(99) %}{% set ns.x = " + step
-            + " %}{% set ns.y = " + step.replace("ns.x", "ns.y") + " %}{% endfor %}" + end)  # fmt: skip
+    return (
+        "{% set ns = namespace(x="
+        + start
+        + ", y="
+        + start
+        + ") %}{% for i in range(99) %}{% set ns.x = "
+        + step
+        + " %}{% set ns.y = "
+        + step.replace("ns.x", "ns.y")
+        + " %}{% endfor %}"
+        + end
+    )
 
 
 PAIRS = "[1]", "[ns.x, ns.x]"
@@ -41,7 +51,10 @@ ENDLESS = [
     doubling("'x'", "'{}{}'.format(ns.x, ns.x)", ""),
     doubling("'x'", "[ns.x, ns.x] | join", ""),
     doubling("[1]", "ns.x + ns.x", ""),
-    "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}",
+    (
+        "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x"
+        " = y %}{% endfor %}"
+    ),
     doubling(*PAIRS, "{{ ns.x }}"),
     doubling(*PAIRS, "{{ ns.x ~ '' }}"),
     doubling(*PAIRS, "{{ ns.x | tojson }}"),
@@ -107,19 +120,44 @@ ENDLESS = [
     "{% set ns = namespace(x=[1]) %}{% for i in range(99999) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x }}",
 ]
 FORBIDDEN = [
-    "{{ ''.__class__ }}", "{{ ''['__class__'] }}", "{{ '' | attr('__class__') }}", "{{ '{0.__class__}'.format('') }}",
-    "{{ ''.__class__.__mro__ }}", "{{ [''] | map(attribute='__class__') | list }}", "{{ cycler.__init__.__globals__ }}",
-    "{{ raise_exception.__globals__ }}", "{{ self.__dict__ }}", "{{ self._TemplateReference__context }}",
-    "{{ messages.append(1) }}", "{{ messages[0].update(a=1) }}", "{{ messages[0]['pop']('role') }}",
-    "{{ (1).to_bytes(10**10, 'big') }}", "{{ 'x'.translate({120: 'y' * 10**5}) }}", "{{ 'x'.encode() }}",
-    "{% include 'x' %}", "{% import 'x' as y %}", "{% extends 'x' %}", "{{ messages[0]() }}",
-]  # fmt: skip
+    "{{ ''.__class__ }}",
+    "{{ ''['__class__'] }}",
+    "{{ '' | attr('__class__') }}",
+    "{{ '{0.__class__}'.format('') }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{{ [''] | map(attribute='__class__') | list }}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ self.__dict__ }}",
+    "{{ self._TemplateReference__context }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update(a=1) }}",
+    "{{ messages[0]['pop']('role') }}",
+    "{{ (1).to_bytes(10**10, 'big') }}",
+    "{{ 'x'.translate({120: 'y' * 10**5}) }}",
+    "{{ 'x'.encode() }}",
+    "{% include 'x' %}",
+    "{% import 'x' as y %}",
+    "{% extends 'x' %}",
+    "{{ messages[0]() }}",
+]
 UNREADABLE = [
-    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{{ " + "[" * 3000 + "]" * 3000 + " }}", "{{ " + "-" * 50000 + "1 }}",
-    "{{ 1" + "+1" * 6000 + " }}", "{{ a" + ".a" * 6000 + " }}", "{% for a in b %}" * 30 + "{% endfor %}" * 30,
-    "{% if a %}" * 2000 + "{% endif %}" * 2000, "{{ " + "9" * 5000 + " }}", "x" * 200000, "{{ '\\x' }}", "{{ \ud800 }}",
-    "{% macro a() %}" * 300 + "{% endmacro %}" * 300, "{{ 1 if }}", "{{ 1 | nosuch }}", "{{ 1 | urlize }}",
-]  # fmt: skip
+    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "{{ " + "[" * 3000 + "]" * 3000 + " }}",
+    "{{ " + "-" * 50000 + "1 }}",
+    "{{ 1" + "+1" * 6000 + " }}",
+    "{{ a" + ".a" * 6000 + " }}",
+    "{% for a in b %}" * 30 + "{% endfor %}" * 30,
+    "{% if a %}" * 2000 + "{% endif %}" * 2000,
+    "{{ " + "9" * 5000 + " }}",
+    "x" * 200000,
+    "{{ '\\x' }}",
+    "{{ \ud800 }}",
+    "{% macro a() %}" * 300 + "{% endmacro %}" * 300,
+    "{{ 1 if }}",
+    "{{ 1 | nosuch }}",
+    "{{ 1 | urlize }}",
+]
 
 # Address space is limited, so that a value which nothing bounds is a MemoryError; and twice, the second time in a thread.
 CHILD = """
@@ -148,8 +186,14 @@ print(json.dumps(out))
 
 def outcomes(sources, base, spare):
     """What comes of each source, every other one in a thread; `spare` MiB of memory for it."""
-    done = subprocess.run([sys.executable, "-c", CHILD], input=json.dumps([sources, base, spare]), text=True,
-                          capture_output=True, timeout=600, env=child_env())  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        input=json.dumps([sources, base, spare]),
+        text=True,
+        capture_output=True,
+        timeout=600,
+        env=child_env(),
+    )
     assert done.returncode == 0, done.stderr
     out = json.loads(done.stdout)
     assert len(out) == len(sources)
@@ -201,7 +245,10 @@ def test_templates_that_do_not_compile(source):
 
 
 def test_the_budget_grows_with_the_messages():
-    source = "{% for m in messages %}{% for n in messages %}{% endfor %}{{ m.content | trim | replace('a', 'bc') }}{% endfor %}"
+    source = (
+        "{% for m in messages %}{% for n in messages %}{% endfor %}{{ m.content | trim | replace('a', 'bc') }}{%"
+        " endfor %}"
+    )
     long = [{"role": "user", "content": "a" * 20_000}] * 500
     assert len(ChatTemplate(source).render(long)) == 2 * 500 * 20_000
 
@@ -219,39 +266,88 @@ def test_messages_nested_too_deeply():
 
 # ---- Honest templates ----
 
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "integer"}, "b": [1, 2.5, None, True, "<&é>"]}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"a": {"type": "integer"}, "b": [1, 2.5, None, True, "<&é>"]}},
+    }
+]
 CONVERSATION = [
     {"role": "system", "content": "Be <b>brief</b>.\n\nAnd & kind."},
     {"role": "user", "content": " What is 2 + 2? "},
-    {"role": "assistant", "content": "<think>Easy.\n</think>\n\n4", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2, "b": 2}}}]},
+    {
+        "role": "assistant",
+        "content": "<think>Easy.\n</think>\n\n4",
+        "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2, "b": 2}}}],
+    },
     {"role": "tool", "content": "4"},
     {"role": "user", "content": [{"type": "text", "text": "And then?"}, {"type": "image"}]},
 ]
 HONEST = [
-    "{{ bos_token }}{% for m in messages %}{{ '<|start|>' + m['role'] + '\\n' }}{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}",
-    "{%- if messages[0]['role'] == 'system' %}{%- set rest = messages[1:] %}{{ messages[0].content | trim }}{%- else %}{%- set rest = messages %}{%- endif %}"
-    "{%- for m in rest %}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) and m.role != 'tool' %}!{%- endif %}{{ loop.index }}{{ loop.last }}{%- endfor %}",
-    "{% set ns = namespace(last=-1, n=messages | length - 1) %}{% for m in messages[::-1] %}{% set i = (messages | length - 1) - loop.index0 %}"
-    "{% if ns.last < 0 and m.role == 'user' and m.content is string and not (m.content.startswith('<') and m.content.endswith('>')) %}"
-    "{% set ns.last = i %}{% endif %}{% endfor %}{{ ns.last }}",
-    "{% for m in messages %}{% if m.content is string and '</think>' in m.content %}"
-    "{{ m.content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') }}|{{ m.content.split('</think>')[-1].lstrip('\\n') }}{% endif %}{% endfor %}",
-    "{% for t in tools %}{{ t | tojson }}\n{{ t | tojson(indent=4) }}{{ t.function.parameters.items() | list }}{% for k, v in t.function.parameters | dictsort %}{{ k }}={{ v }},{% endfor %}{% endfor %}",
-    "{% macro show(part, n=2) -%}{{ part.text if part is mapping and part.text is defined else part | string }}x{{ n }}{{ caller() if caller else '' }}{%- endmacro %}"
-    "{% for m in messages %}{% if m.content is iterable and m.content is not string %}{% for p in m.content %}{{ show(p, n=loop.index) }}{% endfor %}"
-    "{% else %}{% call show(m.content) %}c{% endcall %}{% endif %}{% endfor %}",
-    "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ messages | rejectattr('role', 'in', ['user', 'tool']) | map(attribute='role') | join(', ') }}"
-    "{{ messages | map(attribute='role') | unique | sort | join('/') }}{{ (messages | last).role }}{{ messages | map(attribute='role') | first }}",
-    "{{ '%s has %d of %.2f%%' % ('x', 3, 4.5) }}{{ '{:>5}|{:,}'.format('ab', 12345) }}{{ 'a-b' | replace('-', '+') | upper }}{{ ['b', 'a'] | sort(reverse=true) }}"
-    "{{ 'x\\ny\\n\\nz' | indent(2) }}{{ 'x\\ny' | indent('> ', true) }}{{ 7 // 2 }}{{ 7 % 4 }}{{ 2 ** 5 }}{{ 7 / 2 }}{{ -3 | abs }}{{ 2.567 | round(1) }}",
-    "{{ tool_choice | default('auto') }}{{ none | default('x', true) }}{{ {'a': {'b': [1, 2]}}.a.b[-1] }}{{ dict(a=1, b=2) }}{{ [1, 2] + [3] }}{{ (1, 2) ~ 'x' ~ 3 }}{{ 'ab' * 3 }}",
-    "{% set x %}a{{ 1 }}b{% endset %}{{ x }}{% filter upper %}q{{ x }}{% endfilter %}{% with a=1, b=2 %}{{ a + b }}{% endwith %}{{ range(3) | list }}{{ range(3) | sum }}"
-    "{% for a in [[1, [2, [3]]]] recursive %}{{ a if a is number else loop(a) }}{% endfor %}{% for x in range(9) if x is even %}{{ x }}{% if x > 4 %}{% break %}{% endif %}{% else %}none{% endfor %}",
-    "{{ '<b>' | e }}{{ ('<b>' | safe) + '<i>' }}{{ 'Hi There' | lower | title | capitalize }}{{ ' a ' | trim | length }}{{ '3' | int + 1 }}{{ '2.5' | float }}{{ 'abc'[::-1] }}{{ 'abc' | reverse }}",
-    "{% set cycle = cycler('a', 'b') %}{% set comma = joiner(', ') %}{% for m in messages %}{{ comma() }}{{ cycle.next() }}{{ loop.cycle('x', 'y') }}{{ loop.changed(m.role) }}{{ loop.previtem.role if loop.previtem }}{% endfor %}",
-    "{{ messages[2].tool_calls[0].function.arguments.get('a') }}{{ messages[2].get('nothing', 'd') }}{{ 'role' in messages[0] }}{{ messages[0].keys() | list }}{{ undefined_name }}{{ messages[9].x is defined }}",
-]  # fmt: skip
+    (
+        "{{ bos_token }}{% for m in messages %}{{ '<|start|>' + m['role'] + '\\n' }}{{ m.content }}<|end|>\n{% endfor"
+        " %}{% if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"
+    ),
+    (
+        "{%- if messages[0]['role'] == 'system' %}{%- set rest = messages[1:] %}{{ messages[0].content | trim }}{%-"
+        " else %}{%- set rest = messages %}{%- endif %}{%- for m in rest %}{%- if (m.role == 'user') != (loop.index0 %"
+        " 2 == 0) and m.role != 'tool' %}!{%- endif %}{{ loop.index }}{{ loop.last }}{%- endfor %}"
+    ),
+    (
+        "{% set ns = namespace(last=-1, n=messages | length - 1) %}{% for m in messages[::-1] %}{% set i = (messages |"
+        " length - 1) - loop.index0 %}{% if ns.last < 0 and m.role == 'user' and m.content is string and not"
+        " (m.content.startswith('<') and m.content.endswith('>')) %}{% set ns.last = i %}{% endif %}{% endfor %}{{"
+        " ns.last }}"
+    ),
+    (
+        "{% for m in messages %}{% if m.content is string and '</think>' in m.content %}{{"
+        " m.content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') }}|{{"
+        " m.content.split('</think>')[-1].lstrip('\\n') }}{% endif %}{% endfor %}"
+    ),
+    (
+        "{% for t in tools %}{{ t | tojson }}\n{{ t | tojson(indent=4) }}{{ t.function.parameters.items() | list }}{%"
+        " for k, v in t.function.parameters | dictsort %}{{ k }}={{ v }},{% endfor %}{% endfor %}"
+    ),
+    (
+        "{% macro show(part, n=2) -%}{{ part.text if part is mapping and part.text is defined else part | string }}x{{"
+        " n }}{{ caller() if caller else '' }}{%- endmacro %}{% for m in messages %}{% if m.content is iterable and"
+        " m.content is not string %}{% for p in m.content %}{{ show(p, n=loop.index) }}{% endfor %}{% else %}{% call"
+        " show(m.content) %}c{% endcall %}{% endif %}{% endfor %}"
+    ),
+    (
+        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ messages | rejectattr('role', 'in',"
+        " ['user', 'tool']) | map(attribute='role') | join(', ') }}{{ messages | map(attribute='role') | unique | sort"
+        " | join('/') }}{{ (messages | last).role }}{{ messages | map(attribute='role') | first }}"
+    ),
+    (
+        "{{ '%s has %d of %.2f%%' % ('x', 3, 4.5) }}{{ '{:>5}|{:,}'.format('ab', 12345) }}{{ 'a-b' | replace('-', '+')"
+        " | upper }}{{ ['b', 'a'] | sort(reverse=true) }}{{ 'x\\ny\\n\\nz' | indent(2) }}{{ 'x\\ny' | indent('> ',"
+        " true) }}{{ 7 // 2 }}{{ 7 % 4 }}{{ 2 ** 5 }}{{ 7 / 2 }}{{ -3 | abs }}{{ 2.567 | round(1) }}"
+    ),
+    (
+        "{{ tool_choice | default('auto') }}{{ none | default('x', true) }}{{ {'a': {'b': [1, 2]}}.a.b[-1] }}{{"
+        " dict(a=1, b=2) }}{{ [1, 2] + [3] }}{{ (1, 2) ~ 'x' ~ 3 }}{{ 'ab' * 3 }}"
+    ),
+    (
+        "{% set x %}a{{ 1 }}b{% endset %}{{ x }}{% filter upper %}q{{ x }}{% endfilter %}{% with a=1, b=2 %}{{ a + b"
+        " }}{% endwith %}{{ range(3) | list }}{{ range(3) | sum }}{% for a in [[1, [2, [3]]]] recursive %}{{ a if a is"
+        " number else loop(a) }}{% endfor %}{% for x in range(9) if x is even %}{{ x }}{% if x > 4 %}{% break %}{%"
+        " endif %}{% else %}none{% endfor %}"
+    ),
+    (
+        "{{ '<b>' | e }}{{ ('<b>' | safe) + '<i>' }}{{ 'Hi There' | lower | title | capitalize }}{{ ' a ' | trim |"
+        " length }}{{ '3' | int + 1 }}{{ '2.5' | float }}{{ 'abc'[::-1] }}{{ 'abc' | reverse }}"
+    ),
+    (
+        "{% set cycle = cycler('a', 'b') %}{% set comma = joiner(', ') %}{% for m in messages %}{{ comma() }}{{"
+        " cycle.next() }}{{ loop.cycle('x', 'y') }}{{ loop.changed(m.role) }}{{ loop.previtem.role if loop.previtem"
+        " }}{% endfor %}"
+    ),
+    (
+        "{{ messages[2].tool_calls[0].function.arguments.get('a') }}{{ messages[2].get('nothing', 'd') }}{{ 'role' in"
+        " messages[0] }}{{ messages[0].keys() | list }}{{ undefined_name }}{{ messages[9].x is defined }}"
+    ),
+]
 
 
 @pytest.mark.parametrize("source", HONEST, ids=range(len(HONEST)))

@@ -29,25 +29,99 @@ from pagedkv.tokenizer import Tokenizer  # noqa: E402
 
 KINDS = ("gguf", "hf", "saved", "template", "jsonl")
 # Where a sign, a width or a product changes; and one more or less.
-EDGES = [n + d for n in (0, 2**7, 2**8, 2**15, 2**16, 2**24, 2**31, 2**32, 2**39, 2**62, 2**63, 2**64) for d in (-1, 0, 1)]
-NUMBERS = [*EDGES, -(2**31), -(2**63), 10**30, 0.0, -0.0, 0.5, 1e-320, 1e-30, 1e30, 1.7e308, float("inf"), float("-inf"), float("nan")]
-TEXTS = ["", "a", "\0", "\ud800", "é" * 300, "x" * 100_000, "../../etc/passwd", "/etc/passwd", "__class__", "<0xZZ>", "<0x41>", "\u2581", "llama"]
+EDGES = [
+    n + d for n in (0, 2**7, 2**8, 2**15, 2**16, 2**24, 2**31, 2**32, 2**39, 2**62, 2**63, 2**64) for d in (-1, 0, 1)
+]
+NUMBERS = [
+    *EDGES,
+    -(2**31),
+    -(2**63),
+    10**30,
+    0.0,
+    -0.0,
+    0.5,
+    1e-320,
+    1e-30,
+    1e30,
+    1.7e308,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+]
+TEXTS = [
+    "",
+    "a",
+    "\0",
+    "\ud800",
+    "é" * 300,
+    "x" * 100_000,
+    "../../etc/passwd",
+    "/etc/passwd",
+    "__class__",
+    "<0xZZ>",
+    "<0x41>",
+    "\u2581",
+    "llama",
+]
 BYTES = [b"", b"\xff\xfe", b"\x80", b"\xc3", b"\xed\xa0\x80", b"a\0b", b"x" * 70_000]
 
-GGUF_METADATA = {f"tokenizer.ggml.{key}": value for key, value in {
-    "model": "gpt2", "pre": "gpt-2", "tokens": TOKENS, "merges": ["H i"], "token_type": [1] * 256 + [3] * 3 + [1],
-    "eos_token_id": 256, "bos_token_id": 257, "add_bos_token": True,
-}.items()} | {"tokenizer.chat_template": "{% for m in messages %}<user>{{ m.content }}<end>{% endfor %}"}  # fmt: skip
-PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "t", "h", "e", "th", "the", "\u2581the"]
-SENTENCEPIECE = {f"tokenizer.ggml.{key}": value for key, value in {
-    "model": "llama", "pre": None, "merges": None, "tokens": PIECES, "scores": [-float(i) for i in range(len(PIECES))],
-    "token_type": [2, 3, 3] + [6] * 256 + [1] * 7, "unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}.items()}  # fmt: skip
+GGUF_METADATA = {
+    f"tokenizer.ggml.{key}": value
+    for key, value in {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": TOKENS,
+        "merges": ["H i"],
+        "token_type": [1] * 256 + [3] * 3 + [1],
+        "eos_token_id": 256,
+        "bos_token_id": 257,
+        "add_bos_token": True,
+    }.items()
+} | {"tokenizer.chat_template": "{% for m in messages %}<user>{{ m.content }}<end>{% endfor %}"}
+PIECES = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    *(f"<0x{byte:02X}>" for byte in range(256)),
+    "\u2581",
+    "t",
+    "h",
+    "e",
+    "th",
+    "the",
+    "\u2581the",
+]
+SENTENCEPIECE = {
+    f"tokenizer.ggml.{key}": value
+    for key, value in {
+        "model": "llama",
+        "pre": None,
+        "merges": None,
+        "tokens": PIECES,
+        "scores": [-float(i) for i in range(len(PIECES))],
+        "token_type": [2, 3, 3] + [6] * 256 + [1] * 7,
+        "unknown_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }.items()
+}
 
 
 def config(family, n_tokens):
-    return tiny.tiny_config(family, n_layers=1, hidden_dim=32, n_heads=2, n_kv_heads=1, head_dim=16, ffn_dim=32,
-                            vocab_size=n_tokens, context_len=64, bos_token_id=1, eos_token_ids=(2,), tied_embeddings=family != "qwen2")  # fmt: skip
+    return tiny.tiny_config(
+        family,
+        n_layers=1,
+        hidden_dim=32,
+        n_heads=2,
+        n_kv_heads=1,
+        head_dim=16,
+        ffn_dim=32,
+        vocab_size=n_tokens,
+        context_len=64,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+        tied_embeddings=family != "qwen2",
+    )
 
 
 # ---- Seeds ----
@@ -58,8 +132,12 @@ def _gguf_seeds():
     out = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        for family, types, vocabulary in (("llama", "q8_0", GGUF_METADATA), ("qwen2", "q4_0", GGUF_METADATA), ("qwen3", "f16", GGUF_METADATA),
-                                          ("llama", "f32", GGUF_METADATA | SENTENCEPIECE)):  # fmt: skip
+        for family, types, vocabulary in (
+            ("llama", "q8_0", GGUF_METADATA),
+            ("qwen2", "q4_0", GGUF_METADATA),
+            ("qwen3", "f16", GGUF_METADATA),
+            ("llama", "f32", GGUF_METADATA | SENTENCEPIECE),
+        ):
             shape = config(family, len(vocabulary["tokenizer.ggml.tokens"]))
             extra = {"rope_freqs.weight": np.ones(8, np.float32)} if types == "q8_0" else None
             tiny.write_gguf(path, shape, tiny.tiny_tensors(shape), types, metadata=vocabulary, extra=extra)
@@ -70,15 +148,36 @@ def _gguf_seeds():
 @cache
 def _hf_seeds():
     out = []
-    for family, n_shards, vocabulary in (("llama", 1, GGUF_METADATA), ("qwen3", 2, GGUF_METADATA), ("mistral", 1, SENTENCEPIECE | {"tokenizer.ggml.pre": None})):
+    for family, n_shards, vocabulary in (
+        ("llama", 1, GGUF_METADATA),
+        ("qwen3", 2, GGUF_METADATA),
+        ("mistral", 1, SENTENCEPIECE | {"tokenizer.ggml.pre": None}),
+    ):
         with tempfile.TemporaryDirectory() as folder:
             shape = config(family, len(vocabulary["tokenizer.ggml.tokens"]))
             window = {"sliding_window": 20} if family == "mistral" else {}
-            path = tiny.write_hf(folder, shape, tiny.tiny_tensors(shape), "bf16", n_shards, {"eos_token_id": [2, 3]}, rope="both", **window)
-            vocabulary = {key: np.array(value) if key.endswith("token_type") else value for key, value in vocabulary.items() if value is not None}
+            path = tiny.write_hf(
+                folder,
+                shape,
+                tiny.tiny_tensors(shape),
+                "bf16",
+                n_shards,
+                {"eos_token_id": [2, 3]},
+                rope="both",
+                **window,
+            )
+            vocabulary = {
+                key: np.array(value) if key.endswith("token_type") else value
+                for key, value in vocabulary.items()
+                if value is not None
+            }
             Tokenizer.from_gguf_metadata(vocabulary)._backend.save(str(path / "tokenizer.json"))
-            settings = {"bos_token": vocabulary["tokenizer.ggml.tokens"][1], "eos_token": {"content": vocabulary["tokenizer.ggml.tokens"][2]},
-                        "add_bos_token": True, "chat_template": [{"name": "default", "template": "{{ messages }}"}]}  # fmt: skip
+            settings = {
+                "bos_token": vocabulary["tokenizer.ggml.tokens"][1],
+                "eos_token": {"content": vocabulary["tokenizer.ggml.tokens"][2]},
+                "add_bos_token": True,
+                "chat_template": [{"name": "default", "template": "{{ messages }}"}],
+            }
             (path / "tokenizer_config.json").write_text(json.dumps(settings))
             out.append({each.name: each.read_bytes() for each in sorted(path.iterdir())})
     return out
@@ -112,7 +211,13 @@ def mutants(kind, n, seed=0):
     """Yield ``n`` wrong files of a kind, always the same."""
     rng = random.Random(f"{kind} {seed}")
     right = seeds(kind)
-    wrong = {"gguf": wrong_gguf, "hf": wrong_hf, "saved": wrong_saved, "template": wrong_template, "jsonl": wrong_jsonl}[kind]
+    wrong = {
+        "gguf": wrong_gguf,
+        "hf": wrong_hf,
+        "saved": wrong_saved,
+        "template": wrong_template,
+        "jsonl": wrong_jsonl,
+    }[kind]
     for i in range(n):
         yield wrong(rng, deepcopy(right[i % len(right)]))
 
@@ -189,7 +294,9 @@ def put_together(keys, tensors, data, version=3, n_tensors=None, n_keys=None, st
             return text(value)
         if kind == 9:
             inner, values, *n = value
-            return struct.pack("<IQ", inner % 2**32, (n[0] if n else len(values)) % 2**64) + b"".join(packed(inner, each) for each in values)
+            return struct.pack("<IQ", inner % 2**32, (n[0] if n else len(values)) % 2**64) + b"".join(
+                packed(inner, each) for each in values
+            )
         form = SCALARS.get(kind, "<Q")
         if form in ("<f", "<d"):
             try:
@@ -200,7 +307,11 @@ def put_together(keys, tensors, data, version=3, n_tensors=None, n_keys=None, st
         return (int(value) % 256**size if value == value and abs(value) != float("inf") else 0).to_bytes(size, "little")
 
     out = b"GGUF" + struct.pack("<I", version)
-    out += struct.pack("<QQ", (len(tensors) if n_tensors is None else n_tensors) % 2**64, (len(keys) if n_keys is None else n_keys) % 2**64)
+    out += struct.pack(
+        "<QQ",
+        (len(tensors) if n_tensors is None else n_tensors) % 2**64,
+        (len(keys) if n_keys is None else n_keys) % 2**64,
+    )
     for key, kind, value in keys:
         out += text(key) + struct.pack("<I", kind % 2**32) + packed(kind, value)
     for name, dims, kind, offset in tensors:
@@ -242,15 +353,40 @@ def wrong_gguf(rng, files):
             else:
                 key[2] = key[2][0], key[2][1], rng.choice(EDGES)
         elif kind == 3:  # a key twice, none, or another name
-            rng.choice((lambda: keys.insert(0, list(key)), lambda: keys.remove(key), lambda: key.__setitem__(0, rng.choice(BYTES))))()
+            rng.choice(
+                (
+                    lambda: keys.insert(0, list(key)),
+                    lambda: keys.remove(key),
+                    lambda: key.__setitem__(0, rng.choice(BYTES)),
+                )
+            )()
         elif kind == 4:
-            tensor[1] = rng.choice(([], [0], [1] * 5, [rng.choice(EDGES)] * rng.randint(1, 4), tensor[1][::-1], tensor[1] + [1], tensor[1] + [0]))
+            tensor[1] = rng.choice(
+                (
+                    [],
+                    [0],
+                    [1] * 5,
+                    [rng.choice(EDGES)] * rng.randint(1, 4),
+                    tensor[1][::-1],
+                    tensor[1] + [1],
+                    tensor[1] + [0],
+                )
+            )
         elif kind == 5:
             tensor[2] = rng.choice([*range(45), *EDGES])
         elif kind == 6:
             tensor[3] = rng.choice([*EDGES, rng.choice(tensors)[3], len(rest), len(rest) - 32, 8, 32, 2**64 - 32])
         elif kind == 7:
-            tensor[0] = rng.choice([*BYTES, rng.choice(tensors)[0], b"blk.0.attn_q.bias", b"blk.1.attn_q.weight", b"blk.-1.attn_q.weight", b"x" * 64])
+            tensor[0] = rng.choice(
+                [
+                    *BYTES,
+                    rng.choice(tensors)[0],
+                    b"blk.0.attn_q.bias",
+                    b"blk.1.attn_q.weight",
+                    b"blk.-1.attn_q.weight",
+                    b"x" * 64,
+                ]
+            )
             if rng.random() < 0.3:
                 tensors.remove(tensor)
         elif kind == 8:  # lists of the vocabulary that disagree
@@ -260,11 +396,19 @@ def wrong_gguf(rng, files):
             for _ in range(rng.choice((1, 2, 50))):
                 at = rng.randrange(max(1, len(values)))
                 some = rng.choice([*BYTES, "é".encode(), b"a b", b"<0x41>"]) if inner == 8 else rng.choice(NUMBERS)
-                values[at : at + rng.choice((0, 1, 1, 100))] = rng.choice(([], [some], [some] * 2, values[:1], values[-3:]))
+                values[at : at + rng.choice((0, 1, 1, 100))] = rng.choice(
+                    ([], [some], [some] * 2, values[:1], values[-3:])
+                )
             each[2] = inner, values
         else:
-            lies = rng.choice(({"version": rng.choice(EDGES) % 2**32}, {"n_tensors": rng.choice(EDGES)}, {"n_keys": rng.choice(EDGES)},
-                               {"string_len": (rng.randrange(300), rng.choice(EDGES))}))  # fmt: skip
+            lies = rng.choice(
+                (
+                    {"version": rng.choice(EDGES) % 2**32},
+                    {"n_tensors": rng.choice(EDGES)},
+                    {"n_keys": rng.choice(EDGES)},
+                    {"string_len": (rng.randrange(300), rng.choice(EDGES))},
+                )
+            )
         if not keys or not tensors:
             break
     files["model.gguf"] = put_together(keys, tensors, rest, **lies)
@@ -281,11 +425,32 @@ def random_json(rng, depth=0):
         return rng.choice((None, True, False, [], {}))
     if kind < 7:
         return [random_json(rng, depth + 1) for _ in range(rng.randrange(4))]
-    return {rng.choice(["a", "content", "type", "type", "", "\ud800"]): random_json(rng, depth + 1) for _ in range(rng.randrange(4))}
+    return {
+        rng.choice(["a", "content", "type", "type", "", "\ud800"]): random_json(rng, depth + 1)
+        for _ in range(rng.randrange(4))
+    }
 
 
-RAW_JSON = [b"", b"null", b"[]", b"3", b"{", b'"', b"\xff", b"\0", b"[" * 100_000, b'{"a":' * 100_000, b'{"a":1,"a":2}', b"1" * 5000,
-            b'{"a":' + b"1" * 5000 + b"}", b"{}", b"\xef\xbb\xbf{}", b'{"a":NaN}', b'{"a":"\\ud800"}', b"[" * 900 + b"]" * 900]  # fmt: skip
+RAW_JSON = [
+    b"",
+    b"null",
+    b"[]",
+    b"3",
+    b"{",
+    b'"',
+    b"\xff",
+    b"\0",
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b'{"a":1,"a":2}',
+    b"1" * 5000,
+    b'{"a":' + b"1" * 5000 + b"}",
+    b"{}",
+    b"\xef\xbb\xbf{}",
+    b'{"a":NaN}',
+    b'{"a":"\\ud800"}',
+    b"[" * 900 + b"]" * 900,
+]
 
 
 def wrong_json(rng, text):
@@ -322,7 +487,9 @@ def wrong_json(rng, text):
 
 
 def wrong_hf(rng, files):
-    name = rng.choice([name for name in files if name.endswith(".json")] * 2 + [name for name in files if not name.endswith(".json")])
+    name = rng.choice(
+        [name for name in files if name.endswith(".json")] * 2 + [name for name in files if not name.endswith(".json")]
+    )
     data = files[name]
     if name.endswith(".json"):
         files[name] = wrong_json(rng, data)
@@ -333,7 +500,11 @@ def wrong_hf(rng, files):
     else:
         n = int.from_bytes(data[:8], "little")
         head = wrong_json(rng, data[8 : 8 + n])
-        files[name] = (rng.choice(EDGES) % 2**64 if rng.random() < 0.1 else len(head)).to_bytes(8, "little") + head + data[8 + n :]
+        files[name] = (
+            (rng.choice(EDGES) % 2**64 if rng.random() < 0.1 else len(head)).to_bytes(8, "little")
+            + head
+            + data[8 + n :]
+        )
     if rng.random() < 0.03:
         del files[name]
     return files
@@ -355,20 +526,38 @@ def wrong_saved(rng, files):
 
 TEMPLATES = [
     "{% for m in messages %}<user>{{ m.content }}<end>{% endfor %}",
-    "{%- set ns = namespace(n=0, x='') %}{% for m in messages %}{% set ns.x = ns.x ~ m['content'] | trim %}{% endfor %}{{ ns.x }}",
-    "{% macro show(m, n=2) %}{{ m.role.upper() }}: {{ '%s|%d' % (m.content, n) }}{% endmacro %}{% for m in messages %}{{ show(m, loop.index) }}{% endfor %}",
-    "{% if messages[0].content is string and '</t>' in messages[0].content %}{{ messages[0].content.split('</t>')[-1] }}{% else %}{{ messages | tojson(indent=2) }}{% endif %}",
-    "{% set x %}a{{ 1 + 2 }}{% endset %}{{ x | indent(4) }}{{ ['b', 'a'] | sort | join(', ') }}{{ '{:>4}'.format(x) }}{{ range(3) | list }}",
-]  # fmt: skip
-NAMES = ["messages", "m", "x", "ns", "ns.x", "loop", "loop.index", "self", "caller", "varargs", "range", "dict", "namespace", "cycler", "joiner", "bos_token"]
-ATOMS = ["0", "1", "-1", "7", "10**9", "2**31", "2**63", "10**18", "1.5", "1e308", "''", "'x'", "'%s'", "'%9d'", "'{}'", "'{0.a}'", "'\\n'", "true", "none", "[]", "{}",
-         "'content'", "'__class__'", "'a.b'"]  # fmt: skip
-FILTERS = ["abs", "attr", "batch", "capitalize", "center", "count", "default", "dictsort", "e", "first", "float", "format", "groupby", "indent", "int", "items",
-           "join", "last", "length", "list", "lower", "map", "max", "min", "pprint", "reject", "rejectattr", "replace", "reverse", "round", "safe", "select",
-           "selectattr", "slice", "sort", "string", "sum", "title", "tojson", "trim", "truncate", "unique", "upper", "wordcount", "wordwrap", "xmlattr"]  # fmt: skip
-TESTS = ["defined", "none", "string", "mapping", "iterable", "odd", "divisibleby", "eq", "in", "lt", "sameas", "callable", "lower", "number", "filter"]
-METHODS = ["upper", "split", "rsplit", "splitlines", "strip", "rstrip", "replace", "join", "format", "format_map", "center", "ljust", "zfill", "startswith", "find",
-           "rfind", "encode", "items", "get", "keys", "values", "index", "count", "append", "update", "copy", "__class__", "__init__", "mro", "next", "title"]  # fmt: skip
+    (
+        "{%- set ns = namespace(n=0, x='') %}{% for m in messages %}{% set ns.x = ns.x ~ m['content'] | trim %}{%"
+        " endfor %}{{ ns.x }}"
+    ),
+    (
+        "{% macro show(m, n=2) %}{{ m.role.upper() }}: {{ '%s|%d' % (m.content, n) }}{% endmacro %}{% for m in messages"
+        " %}{{ show(m, loop.index) }}{% endfor %}"
+    ),
+    (
+        "{% if messages[0].content is string and '</t>' in messages[0].content %}{{"
+        " messages[0].content.split('</t>')[-1] }}{% else %}{{ messages | tojson(indent=2) }}{% endif %}"
+    ),
+    (
+        "{% set x %}a{{ 1 + 2 }}{% endset %}{{ x | indent(4) }}{{ ['b', 'a'] | sort | join(', ') }}{{ '{:>4}'.format(x)"
+        " }}{{ range(3) | list }}"
+    ),
+]
+NAMES = "messages m x ns ns.x loop loop.index self caller varargs range dict namespace cycler joiner bos_token".split()
+ATOMS = (
+    "0 1 -1 7 10**9 2**31 2**63 10**18 1.5 1e308 '' 'x' '%s' '%9d' '{}' '{0.a}' '\\n' true none [] {} 'content'"
+    " '__class__' 'a.b'".split()
+)
+FILTERS = (
+    "abs attr batch capitalize center count default dictsort e first float format groupby indent int items join last"
+    " length list lower map max min pprint reject rejectattr replace reverse round safe select selectattr slice sort"
+    " string sum title tojson trim truncate unique upper wordcount wordwrap xmlattr".split()
+)
+TESTS = "defined none string mapping iterable odd divisibleby eq in lt sameas callable lower number filter".split()
+METHODS = (
+    "upper split rsplit splitlines strip rstrip replace join format format_map center ljust zfill startswith find rfind"
+    " encode items get keys values index count append update copy __class__ __init__ mro next title".split()
+)
 
 
 def expression(rng, depth=0):
@@ -376,25 +565,54 @@ def expression(rng, depth=0):
     if depth > 3 or rng.random() < 0.25:
         return rng.choice(NAMES + ATOMS)
     a, b, c = (expression(rng, depth + 1) for _ in range(3))
-    return rng.choice((
-        f"({a} {rng.choice(('+', '-', '*', '*', '/', '//', '%', '**', '~', '==', '<', 'in', 'and', 'or'))} {b})", f"({a} | {rng.choice(FILTERS)})",
-        f"({a} | {rng.choice(FILTERS)}({b}))", f"({a} | {rng.choice(FILTERS)}({b}, {c}))", f"({a} is {rng.choice(TESTS)})", f"({a} is {rng.choice(TESTS)}({b}))",
-        f"({a}).{rng.choice(METHODS)}({b})", f"({a}).{rng.choice(METHODS)}()", f"({a}).{rng.choice(METHODS)}({b}, {c})", f"({a})[{b}]", f"({a})[{b}:{c}]", f"[{a}, {b}]",
-        f"({a}, {b})", f"{{{a}: {b}}}", f"({a} if {b} else {c})", f"range({a})", f"namespace(x={a})", f"dict(a={a})", f"({a})({b})", f"f({a})",
-    ))  # fmt: skip
+    return rng.choice(
+        (
+            f"({a} {rng.choice(('+', '-', '*', '*', '/', '//', '%', '**', '~', '==', '<', 'in', 'and', 'or'))} {b})",
+            f"({a} | {rng.choice(FILTERS)})",
+            f"({a} | {rng.choice(FILTERS)}({b}))",
+            f"({a} | {rng.choice(FILTERS)}({b}, {c}))",
+            f"({a} is {rng.choice(TESTS)})",
+            f"({a} is {rng.choice(TESTS)}({b}))",
+            f"({a}).{rng.choice(METHODS)}({b})",
+            f"({a}).{rng.choice(METHODS)}()",
+            f"({a}).{rng.choice(METHODS)}({b}, {c})",
+            f"({a})[{b}]",
+            f"({a})[{b}:{c}]",
+            f"[{a}, {b}]",
+            f"({a}, {b})",
+            f"{{{a}: {b}}}",
+            f"({a} if {b} else {c})",
+            f"range({a})",
+            f"namespace(x={a})",
+            f"dict(a={a})",
+            f"({a})({b})",
+            f"f({a})",
+        )
+    )
 
 
 def statement(rng, depth=0):
     a, b = expression(rng), expression(rng)
     inner = (lambda: "") if depth > 3 else lambda: "".join(statement(rng, depth + 1) for _ in range(rng.randrange(3)))
-    return rng.choice((
-        lambda: f"{{{{ {a} }}}}", lambda: f"{{{{ {a} }}}}", lambda: f"{{% set x = {a} %}}", lambda: f"{{% set ns.x = {a} %}}", lambda: f"{{% set x %}}{inner()}{{% endset %}}",
-        lambda: f"{{% for m in {a} %}}{inner()}{{% endfor %}}", lambda: f"{{% for m in range(99999) %}}{inner()}{{% endfor %}}",
-        lambda: f"{{% for m in {a} if {b} recursive %}}{{{{ loop({b}) }}}}{{% endfor %}}", lambda: f"{{% if {a} %}}{inner()}{{% endif %}}",
-        lambda: f"{{% macro f(x) %}}{inner()}{{{{ f({a}) }}}}{{% endmacro %}}", lambda: f"{{% call f({a}) %}}{inner()}{{% endcall %}}",
-        lambda: f"{{% filter {rng.choice(FILTERS)} %}}{inner()}{{% endfilter %}}", lambda: f"{{% with x = {a} %}}{inner()}{{% endwith %}}",
-        lambda: f"{{% block b %}}{inner()}{{{{ self.b() }}}}{{% endblock %}}", lambda: f"{{% autoescape {a} %}}{inner()}{{% endautoescape %}}",
-    ))()  # fmt: skip
+    return rng.choice(
+        (
+            lambda: f"{{{{ {a} }}}}",
+            lambda: f"{{{{ {a} }}}}",
+            lambda: f"{{% set x = {a} %}}",
+            lambda: f"{{% set ns.x = {a} %}}",
+            lambda: f"{{% set x %}}{inner()}{{% endset %}}",
+            lambda: f"{{% for m in {a} %}}{inner()}{{% endfor %}}",
+            lambda: f"{{% for m in range(99999) %}}{inner()}{{% endfor %}}",
+            lambda: f"{{% for m in {a} if {b} recursive %}}{{{{ loop({b}) }}}}{{% endfor %}}",
+            lambda: f"{{% if {a} %}}{inner()}{{% endif %}}",
+            lambda: f"{{% macro f(x) %}}{inner()}{{{{ f({a}) }}}}{{% endmacro %}}",
+            lambda: f"{{% call f({a}) %}}{inner()}{{% endcall %}}",
+            lambda: f"{{% filter {rng.choice(FILTERS)} %}}{inner()}{{% endfilter %}}",
+            lambda: f"{{% with x = {a} %}}{inner()}{{% endwith %}}",
+            lambda: f"{{% block b %}}{inner()}{{{{ self.b() }}}}{{% endblock %}}",
+            lambda: f"{{% autoescape {a} %}}{inner()}{{% endautoescape %}}",
+        )
+    )()
 
 
 def wrong_template(rng, files):
@@ -405,10 +623,33 @@ def wrong_template(rng, files):
 
 
 LINES = [
-    {"id": "a", "prompt": "Hi there", "n": 2, "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 1, "max_tokens": 4},
-    {"messages": [{"role": "user", "content": "Hi!"}], "logprobs": 2, "prompt_logprobs": 1, "stop": ["e"], "stop_token_ids": [3]},
-    {"prompt_token_ids": [72, 105], "logit_bias": {"97": -3.5}, "min_tokens": 1, "ignore_eos": True, "presence_penalty": 1, "repetition_penalty": 1.1},
-]  # fmt: skip
+    {
+        "id": "a",
+        "prompt": "Hi there",
+        "n": 2,
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.1,
+        "seed": 1,
+        "max_tokens": 4,
+    },
+    {
+        "messages": [{"role": "user", "content": "Hi!"}],
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+        "stop": ["e"],
+        "stop_token_ids": [3],
+    },
+    {
+        "prompt_token_ids": [72, 105],
+        "logit_bias": {"97": -3.5},
+        "min_tokens": 1,
+        "ignore_eos": True,
+        "presence_penalty": 1,
+        "repetition_penalty": 1.1,
+    },
+]
 
 
 def wrong_jsonl(rng, files):
@@ -435,7 +676,11 @@ def split(data):
     for part in data.split(MARK)[1:]:
         name, _, content = part.partition(b"\n")
         name = name.decode("latin-1")
-        if name.replace("-", "").replace("_", "").replace(".", "").isalnum() and not name.startswith(".") and len(name) < 64:
+        if (
+            name.replace("-", "").replace("_", "").replace(".", "").isalnum()
+            and not name.startswith(".")
+            and len(name) < 64
+        ):
             files[name] = content
     return files
 

@@ -106,7 +106,9 @@ def check_template(folder):
     except UnicodeDecodeError:
         source = data.decode("latin-1")
     try:
-        ChatTemplate(source).render([{"role": "user", "content": "Hi </t> <b>"}, {"role": "assistant", "content": None}], True, bos_token="<s>")
+        ChatTemplate(source).render(
+            [{"role": "user", "content": "Hi </t> <b>"}, {"role": "assistant", "content": None}], True, bos_token="<s>"
+        )
     except (ChatError, FormatError) as error:
         assert len(str(error)) < 700
         return False
@@ -137,7 +139,9 @@ def check_jsonl(folder):
         for line in batch.Input(file, "in.jsonl"):
             assert line.key is not None
             try:
-                ids, params = batch.read_request(line, engine.tokenizer, SamplingParams(max_tokens=2), False, engine.model.config.context_len)
+                ids, params = batch.read_request(
+                    line, engine.tokenizer, SamplingParams(max_tokens=2), False, engine.model.config.context_len
+                )
                 request = batch._add(engine, ids, params, batch.Outcome(0, 0, 0))
             except batch.LineError as error:
                 batch._bytes_of({"id": line.id, **batch._error_row(error)})
@@ -162,4 +166,10 @@ def check(kind, files, folder):
         (folder / name).write_bytes(data)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {"gguf": check_gguf, "hf": check_hf, "saved": check_saved, "template": check_template, "jsonl": check_jsonl}[kind](folder)
+        return {
+            "gguf": check_gguf,
+            "hf": check_hf,
+            "saved": check_saved,
+            "template": check_template,
+            "jsonl": check_jsonl,
+        }[kind](folder)
