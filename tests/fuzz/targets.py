@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pagedkv as pk
 from pagedkv import batch
+from pagedkv.batch import job, rows
 from pagedkv.chat import ChatError, ChatTemplate
 from pagedkv.engine.core import Engine
 from pagedkv.engine.params import SamplingParams
@@ -142,17 +143,17 @@ def check_jsonl(folder):
                 ids, params = batch.read_request(
                     line, engine.tokenizer, SamplingParams(max_tokens=2), False, engine.model.config.context_len
                 )
-                request = batch._add(engine, ids, params, batch.Outcome(0, 0, 0))
+                if not job._fits_pool(engine, ids, params, batch.Outcome(0, 0, 0)):
+                    continue
+                request = engine.add(None, ids, params)
             except batch.LineError as error:
-                batch._bytes_of({"id": line.id, **batch._error_row(error)})
-                continue
-            if request is None:
+                rows._bytes_of({"id": line.id, **rows.error_row(error)})
                 continue
             used = True
             for _ in range(2):
                 for done in engine.step():
                     if done.finished and done.error is None:
-                        batch._bytes_of({"id": line.id, **batch._answer_row(done)})
+                        rows._bytes_of({"id": line.id, **rows.answer_row(done)})
             engine.abort(request)
     return used
 
