@@ -1,19 +1,21 @@
 """Chat templates: a list of messages becomes the text that the model was trained on.
 
-Templates are Jinja programs that come with model files, so they are untrusted: they run in
-Jinja's immutable sandbox and see nothing but plain copies of what the caller passes.
+Templates are Jinja programs that come with model files, so they are untrusted: they run in a
+sandbox that bounds what they take (:mod:`pagedkv.sandbox`) and see nothing but plain copies of
+what the caller passes.
 """
 
-import json
 from collections.abc import Mapping
 from datetime import datetime
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from pagedkv import sandbox
 from pagedkv.errors import FormatError, PagedKVError
+
+_MOST_MESSAGE_LEN = 500  # of an error that a template words
 
 
 class ChatError(PagedKVError, ValueError):
@@ -46,16 +48,16 @@ class ChatTemplate:
     """
 
     def __init__(self, source):
-        environment = ImmutableSandboxedEnvironment(
+        environment = sandbox.Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
-        environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise FormatError(f"the chat template does not parse: {error}") from None
+            self._template = sandbox.compile_template(environment, source)
+        except Exception as error:
+            # Not TemplateError alone: Python's compiler has limits too, and says so in its own ways.
+            raise FormatError(f"the chat template does not parse: {_words(error)}") from None
 
     def render(self, messages, add_generation_prompt=False, **variables):
         """Write the conversation out.
@@ -82,22 +84,25 @@ class ChatTemplate:
         """
         if isinstance(messages, (str, bytes, Mapping)):
             raise TypeError(f"messages must be a list of dicts, not {type(messages).__name__}")
-        messages = [_plain(message) for message in messages]
+        try:
+            messages = [_plain(message) for message in messages]
+            variables = {name: _plain(value) for name, value in variables.items()}
+        except RecursionError:
+            raise TypeError("the messages are nested too deeply, or hold themselves") from None
         for number, message in enumerate(messages):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise TypeError(f'message {number} must be a dict with a str "role", not {message!r:.80}')
-        variables = {name: _plain(value) for name, value in variables.items()}
+        variables |= {"messages": messages, "add_generation_prompt": bool(add_generation_prompt)}
+        budget = sandbox.BASE_NBYTES + sandbox.PER_INPUT_NBYTE * sandbox.nbytes(variables)
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=bool(add_generation_prompt), **variables
-            )
+            return sandbox.render(self._template, budget, variables)
         except _Refusal as refusal:
             raise ChatError(f"the chat template refuses these messages: {refusal}") from None
+        except sandbox.TooMuch as error:
+            raise ChatError(f"the chat template is stopped: {error}") from None
         except Exception as error:
             # Any Python error can come out of a template: "a" + None, a missing key, a division.
-            raise ChatError(
-                f"the chat template fails on these messages: {type(error).__name__}: {error}"
-            ) from None
+            raise ChatError(f"the chat template fails on these messages: {_words(error)}") from None
 
 
 class _Refusal(jinja2.TemplateError):
@@ -119,18 +124,17 @@ class _GenerationBlock(Extension):
 
 
 def _raise_exception(message):
-    raise _Refusal(message)
+    raise _Refusal(str(message)[:_MOST_MESSAGE_LEN])
 
 
 def _strftime_now(pattern):
     return datetime.now().strftime(pattern)
 
 
-def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    # Jinja's own filter writes < and & as escapes, which a model would see.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+def _words(error):
+    """Of an error: its class where that says something, and not the megabytes that it may quote."""
+    name = "" if isinstance(error, jinja2.TemplateSyntaxError) else f"{type(error).__name__}: "
+    return f"{name}{error}"[:_MOST_MESSAGE_LEN]
 
 
 def _plain(value):

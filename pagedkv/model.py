@@ -326,7 +326,7 @@ class LlamaModel:
         if self._tokenizer is None:
             path, metadata = self._source
             self._tokenizer = (Tokenizer.from_directory(path) if path.is_dir()
-                               else Tokenizer.from_gguf_metadata(metadata))
+                               else Tokenizer.from_gguf_metadata(metadata, path))
         return self._tokenizer
 
     def new_pool(self, n_blocks: int | None = None, n_tokens: int | None = None, block_size: int = 16,

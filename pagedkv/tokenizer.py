@@ -6,12 +6,14 @@ rule serves `decode` and the stream, and the stream's parts add up to what `deco
 
 import codecs
 import json
+import math
 import operator
 import os
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
+from reprlib import repr as short  # a hostile value may be megabytes long
 from typing import Any, Self
 
 import numpy as np
@@ -20,6 +22,7 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from pagedkv.errors import FormatError, TokenError
+from pagedkv.formats.hf import read_bytes, read_object
 
 # tokenizer.ggml.token_type, from the GGUF specification (llama_token_type).
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
@@ -43,6 +46,12 @@ _SPLITS = {
     "llama-v3": "llama-bpe",
     "qwen2": "qwen2",
 }
+
+# Of a token that can be merged: every place to cut it is looked at. The longest in use have some hundred characters.
+_MOST_TOKEN_LEN = 1024
+
+# Of a text, by the Replace steps of a tokenizer.json; those in use write one character for another, or "&lt;" for "<".
+_MOST_GROWTH = 64
 
 # Control tokens that end a turn. Older Llama-3 files name only <|end_of_text|> as their end
 # and would talk on past the turn; asked only where the file has no eot_token_id.
@@ -82,9 +91,11 @@ class Tokenizer:
     """
 
     def __init__(
-        self, backend, *, vocab_size, bos_token_id, eos_token_ids, prefix, suffix, chat_template, named
+        self, backend, *, vocab_size, bos_token_id, eos_token_ids, prefix, suffix, chat_template, named,
+        source="this tokenizer"
     ):
         self._backend = backend
+        self._source = source  # for messages
         self._prefix = list(prefix)  # ids put before and after a text with add_special_tokens
         self._suffix = list(suffix)
         self._named = named  # {"bos_token": "<s>", ...}, as templates know them
@@ -93,7 +104,7 @@ class Tokenizer:
         }
         self._join = _join_rule(backend.decoder)
         self._pieces = {}  # id -> bytes, filled as ids are met: 49,000 at once would cost 50 ms
-        self.vocab_size: int = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
+        self.vocab_size: int = vocab_size
         self.bos_token_id: int | None = bos_token_id
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(eos_token_ids))
         # By name, as some files have several.
@@ -119,29 +130,42 @@ class Tokenizer:
         if path.is_dir():
             return cls.from_directory(path)
         if hasattr(model, "metadata"):
-            return cls.from_gguf_metadata(model.metadata)
+            return cls.from_gguf_metadata(model.metadata, path)
         from pagedkv.formats import open_model  # only here: the readers know nothing of tokens
 
         with open_model(path) as file:
-            return cls.from_gguf_metadata(file.metadata)
+            return cls.from_gguf_metadata(file.metadata, path)
 
     @classmethod
-    def from_gguf_metadata(cls, metadata: Mapping[str, Any]) -> Self:
+    def from_gguf_metadata(cls, metadata: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> Self:
         """Build the tokenizer that a GGUF file describes in its ``tokenizer.*`` keys.
 
         Parameters
         ----------
         metadata : dict of str to value
             Arrays of strings are ``list[str]``, numeric arrays NumPy arrays or lists.
+        path : path, optional
+            Of the file, for messages.
 
         Raises
         ------
         FormatError
-            No tokenizer there, a kind or pre-tokenizer not read here, or lists that disagree.
+            No tokenizer there, a kind or pre-tokenizer not read here, values of another type, or lists that disagree.
         """
+        try:
+            return cls._from_gguf_metadata(metadata)
+        except FormatError as error:
+            raise FormatError(error.message if path is None else f"{path}: {error.message}") from None
 
+    @classmethod
+    def _from_gguf_metadata(cls, metadata):
         def get(key, default=None):
-            return metadata.get(f"tokenizer.ggml.{key}", default)
+            value = metadata.get(f"tokenizer.ggml.{key}", default)
+            if value is not None:
+                kind, what = _KINDS[key.removesuffix("_token_id") if key.endswith("_token_id") else key]
+                if not kind(value):
+                    raise FormatError(f"tokenizer.ggml.{key} is {short(value)}, not {what}")
+            return value
 
         kind = get("model")
         tokens = get("tokens")
@@ -157,7 +181,7 @@ class Tokenizer:
         vocab = {token: token_id for token_id, token in enumerate(tokens) if token}
         if len(vocab) + tokens.count("") != len(tokens):
             twice = next(token for token_id, token in enumerate(tokens) if token and vocab[token] != token_id)
-            raise FormatError(f"tokenizer.ggml.tokens holds {twice!r} more than once")
+            raise FormatError(f"tokenizer.ggml.tokens holds {short(twice)} more than once")
 
         if kind == "gpt2":
             split = _split_name(get("pre"))
@@ -175,7 +199,7 @@ class Tokenizer:
             adds_bos = True
         else:
             raise FormatError(
-                f"tokenizer.ggml.model is {kind!r}, which is not read here; known are 'gpt2' and 'llama'"
+                f"tokenizer.ggml.model is {short(kind)}, which is not read here; known are 'gpt2' and 'llama'"
             )
 
         special = np.flatnonzero((types == _CONTROL) | (types == _UNKNOWN))
@@ -224,46 +248,71 @@ class Tokenizer:
         file = path / "tokenizer.json"
         if not file.is_file():
             raise FormatError(f"{path} has no tokenizer.json, so text cannot be turned into tokens")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise FormatError(f"{file} cannot be read: {error}") from None
+        backend = _checked(f"{file} cannot be read", tokenizers.Tokenizer.from_buffer, read_bytes(file))
+        for part in (backend.normalizer, backend.decoder):
+            growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
+            if growth > _MOST_GROWTH:
+                raise FormatError(
+                    f"{file}: its Replace steps make a text {growth} times as long, at most {_MOST_GROWTH} are read"
+                )
         # Settings of whoever saved the file, which would cut or pad every text.
         backend.no_truncation()
         backend.no_padding()
+        if getattr(backend.model, "dropout", None):  # of training: each encoding would be another
+            backend.model.dropout = None
+        around = _checked(f"{file} cannot encode", _post_processor_ids, backend)
 
         settings = _read_json(path / "tokenizer_config.json")
         config = _read_json(path / "config.json")
+        vocab_size = config.get("vocab_size") or 0
+        if type(vocab_size) is not int or not 0 <= vocab_size < 2**31:
+            raise FormatError(f"{path}/config.json: vocab_size is {short(vocab_size)}, not an integer in [0, 2**31)")
+        # By the largest id: a vocabulary may leave some out.
+        n_ids = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        if not 0 < n_ids < 2**31:
+            raise FormatError(f"{file}: the largest id is {n_ids - 1}, outside [0, 2**31)")
+        vocab_size = max(vocab_size, n_ids)
+
+        def checked_ids(name, value):
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if any(type(token_id) is not int or not 0 <= token_id < vocab_size for token_id in ids):
+                raise FormatError(f"{path}/{name} is {short(value)}, not an id in [0, {vocab_size}), or several")
+            return ids
+
         named = {}
         for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
             token = settings.get(name)
             token = token.get("content") if isinstance(token, dict) else token
-            if token is not None:
-                named[name] = token
-                if backend.token_to_id(token) is None:
-                    raise FormatError(
-                        f"{path}/tokenizer_config.json names {name} {token!r}, which tokenizer.json lacks"
-                    )
+            if token is None:
+                continue
+            if not isinstance(token, str) or _token_to_id(backend, token) is None:
+                raise FormatError(
+                    f"{path}/tokenizer_config.json names {name} {short(token)}, which tokenizer.json lacks"
+                )
+            named[name] = token
         if settings:
             bos = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
         else:
-            bos = config.get("bos_token_id")
+            bos = next(iter(checked_ids("config.json: bos_token_id", config.get("bos_token_id"))), None)
 
         ends = [backend.token_to_id(named["eos_token"])] if "eos_token" in named else []
-        for source in (_read_json(path / "generation_config.json"), config):
-            listed = source.get("eos_token_id")
-            ends += listed if isinstance(listed, list) else [] if listed is None else [listed]
+        generation = _read_json(path / "generation_config.json")
+        for name, source in (("generation_config.json", generation), ("config.json", config)):
+            ends += checked_ids(f"{name}: eos_token_id", source.get("eos_token_id"))
 
+        adds = [settings.get("add_bos_token"), settings.get("add_eos_token")]
+        if any(value not in (None, True, False) for value in adds):
+            raise FormatError(f"{path}/tokenizer_config.json: add_bos_token or add_eos_token is not true or false")
         if "add_bos_token" in settings or "add_eos_token" in settings:
-            prefix = [bos] if settings.get("add_bos_token") and bos is not None else []
-            suffix = ends[:1] if settings.get("add_eos_token") else []
+            prefix = [bos] if adds[0] and bos is not None else []
+            suffix = ends[:1] if adds[1] else []
         else:
-            prefix, suffix = _post_processor_ids(backend)
+            prefix, suffix = around
 
         template = settings.get("chat_template")
         if isinstance(template, list):
             try:
-                template = {entry["name"]: entry["template"] for entry in template}
+                template = {str(entry["name"]): entry["template"] for entry in template}
             except (TypeError, KeyError):
                 raise FormatError(
                     f"{path}/tokenizer_config.json lists chat templates without name or text"
@@ -273,7 +322,8 @@ class Tokenizer:
             template = _read_text(jinja)
         return cls(
             backend,
-            vocab_size=config.get("vocab_size") or 0,
+            vocab_size=vocab_size,
+            source=file,
             bos_token_id=bos,
             eos_token_ids=ends,
             prefix=prefix,
@@ -305,6 +355,8 @@ class Tokenizer:
             ``text`` is not a str.
         ValueError
             ``text`` holds a lone surrogate.
+        FormatError
+            The ``tokenizer.json`` describes a tokenizer that fails on this text.
         """
         if not isinstance(text, str):
             raise TypeError(f"text to encode must be a str, not {type(text).__name__}")
@@ -316,7 +368,7 @@ class Tokenizer:
                 "which is no character"
             ) from None
         backend = self._backend if parse_special else self._plain_backend
-        ids = backend.encode(text, add_special_tokens=False).ids
+        ids = _checked(f"{self._source} cannot encode the text", backend.encode, text, add_special_tokens=False).ids
         if add_special_tokens:
             if ids[: len(self._prefix)] != self._prefix:
                 ids = self._prefix + ids
@@ -347,7 +399,7 @@ class Tokenizer:
         """
         ids = [self._check_id(token_id) for token_id in ids]
         if self._join is None:
-            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            return self._decoded(ids, skip_special_tokens)
         stream = TextStream(self, skip_special_tokens)
         text = stream._push_bytes(b"".join(stream._piece(token_id) for token_id in ids))
         return text + stream.finish()
@@ -435,6 +487,11 @@ class Tokenizer:
         backend.encode_special_tokens = True
         return backend
 
+    def _decoded(self, ids, skip_special_tokens):
+        """By the library, where its decoder has no rule here."""
+        return _checked(f"{self._source} cannot decode the ids", self._backend.decode, ids,
+                        skip_special_tokens=skip_special_tokens)  # fmt: skip
+
     def _check_id(self, token_id):
         token_id = operator.index(token_id)
         if not 0 <= token_id < self.vocab_size:
@@ -512,7 +569,7 @@ class TextStream:
         self._finished = True
         if self._join is None:
             ids, self._ids = self._ids, []
-            return self._tokenizer._backend.decode(ids, skip_special_tokens=self._skip_special_tokens)
+            return self._tokenizer._decoded(ids, self._skip_special_tokens)
         return self._push_bytes(b"", final=True)
 
     def _piece(self, token_id):
@@ -631,7 +688,7 @@ def _split_name(pre):
         pre = "default"
     if pre not in _SPLITS:
         known = ", ".join(sorted(_SPLITS))
-        raise FormatError(f"tokenizer.ggml.pre is {pre!r}, a pre-tokenizer not read here; known are {known}")
+        raise FormatError(f"tokenizer.ggml.pre is {short(pre)}, a pre-tokenizer not read here; known are {known}")
     return _SPLITS[pre]
 
 
@@ -690,6 +747,10 @@ def _merges_of_scores(vocab, types, scores):
     scores = np.asarray(scores, dtype=np.float64).tolist()
     cuts = []
     for token, token_id in ids.items():
+        if len(token) > _MOST_TOKEN_LEN:
+            raise FormatError(
+                f"tokenizer.ggml.tokens[{token_id}] has {len(token)} characters, at most {_MOST_TOKEN_LEN} are read"
+            )
         for n_left in range(1, len(token)):
             left, right = ids.get(token[:n_left]), ids.get(token[n_left:])
             if left is not None and right is not None:
@@ -702,23 +763,85 @@ def _pairs(merges):
     pairs = [tuple(merge.split(" ")) for merge in merges]
     for number, pair in enumerate(pairs):
         if len(pair) != 2:
-            raise FormatError(f"tokenizer.ggml.merges[{number}] is {merges[number]!r}, not two tokens")
+            raise FormatError(f"tokenizer.ggml.merges[{number}] is {short(merges[number])}, not two tokens")
     return pairs
 
 
 def _bpe(vocab, pairs, **options):
+    return _checked("the tokenizer's merges do not fit its tokens", BPE, vocab=vocab, merges=pairs, **options)
+
+
+def _is_text(value):
+    return isinstance(value, str)
+
+
+def _is_flag(value):
+    return isinstance(value, bool)
+
+
+def _is_id(value):
+    return type(value) is int
+
+
+def _is_texts(value):
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_counts(value):
+    array = np.asarray(value)
+    return array.ndim == 1 and array.dtype.kind in "iu"
+
+
+def _is_numbers(value):
+    array = np.asarray(value)
+    return array.ndim == 1 and array.dtype.kind in "iuf"
+
+
+# What the values of tokenizer.ggml.* must be; of *_token_id by what stands before it.
+_KINDS = dict.fromkeys(("model", "pre"), (_is_text, "a text"))
+_KINDS |= dict.fromkeys(("tokens", "merges"), (_is_texts, "a list of texts"))
+_KINDS |= dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix"), (_is_flag, "true or false"))
+_KINDS |= dict.fromkeys(("bos", "eos", "eot", "eom", "unknown", "padding"), (_is_id, "an integer"))
+_KINDS |= {"token_type": (_is_counts, "a list of integers"), "scores": (_is_numbers, "a list of numbers")}
+
+
+def _checked(what, call, *args, **options):
+    """Call the tokenizers library; what it raises becomes a FormatError that begins with `what`."""
     try:
-        return BPE(vocab=vocab, merges=pairs, **options)
-    except Exception as error:  # the library raises bare Exception
-        raise FormatError(f"the tokenizer's merges do not fit its tokens: {error}") from None
+        return call(*args, **options)
+    except Exception as error:  # it raises bare Exception
+        words = error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust code, no Exception; KeyboardInterrupt is none of ours
+            raise
+        words = error
+    words = " ".join(str(words).split())
+    raise FormatError(f"{what}: {words if len(words) <= 300 else words[:300] + '...'}")
+
+
+def _growth(spec):
+    """How many times as long the Replace steps of a normaliser or decoder can make a text."""
+    if isinstance(spec, list):
+        return math.prod(map(_growth, spec))
+    if not isinstance(spec, dict):
+        return 1
+    if spec.get("type") == "Replace":  # of a text by its length; a regex may match one character, or none
+        return max(1, len(spec["content"]) // max(1, len(spec["pattern"].get("String", ""))))
+    return math.prod(map(_growth, spec.values()))
+
+
+def _token_to_id(backend, token):
+    try:
+        return backend.token_to_id(token)
+    except UnicodeEncodeError:  # a lone surrogate, which no token has
+        return None
 
 
 def _token_id(get, name, tokens):
     """The id under ``tokenizer.ggml.<name>_token_id``; None: not given, or no token's."""
     token_id = get(f"{name}_token_id")
-    if token_id is None or not 0 <= int(token_id) < len(tokens):
-        return None  # files write -1 or 2^32 - 1 for "none"
-    return int(token_id)
+    # Files write -1 or 2^32 - 1 for "none".
+    return token_id if token_id is not None and 0 <= token_id < len(tokens) else None
 
 
 def _post_processor_ids(backend):
@@ -732,19 +855,11 @@ def _post_processor_ids(backend):
 
 
 def _read_json(path):
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
-        raise FormatError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise FormatError(f"{path} holds a {type(content).__name__}, not an object")
-    return content
+    return read_object(path) if path.is_file() else {}
 
 
 def _read_text(path):
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path).decode()
     except UnicodeDecodeError as error:
         raise FormatError(f"{path} is not UTF-8: {error}") from None

@@ -19,6 +19,14 @@ def one_thread(threads):
     threads(1)
 
 
+@pytest.mark.parametrize("top_k", [40, 2**31, 2**63 - 1, 2**63, 10**30])
+def test_more_likeliest_tokens_than_there_are(top_k):
+    logits = np.linspace(-1, 1, 40, dtype=np.float32)
+    for seed in range(20):
+        expected = SamplingParams(seed=seed).choose(logits, sample=0, position=1)
+        assert SamplingParams(seed=seed, top_k=top_k).choose(logits, sample=0, position=1) == expected
+
+
 def reference(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """Probability of each token id that may be chosen, a dict from the likeliest on, by the contract's words."""
     logits = [float(x) for x in logits]

@@ -572,7 +572,7 @@ def test_damaged_directories(directory):
     with pytest.raises(FormatError, match="names bos_token '<nowhere>', which tokenizer.json lacks"):
         Tokenizer.from_directory(path)
     directory(tokenizer_config=[1])
-    with pytest.raises(FormatError, match="holds a list"):
+    with pytest.raises(FormatError, match="is not a JSON object"):
         Tokenizer.from_directory(path)
     directory(tokenizer_config={"chat_template": [{"name": "default"}]})
     with pytest.raises(FormatError, match="without name or text"):
@@ -581,10 +581,10 @@ def test_damaged_directories(directory):
     with pytest.raises(FormatError, match="is a int, not text"):
         Tokenizer.from_directory(path).apply_chat_template([])
     (path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(FormatError, match="is not JSON"):
+    with pytest.raises(FormatError, match="is not valid JSON"):
         Tokenizer.from_directory(path)
     (path / "tokenizer_config.json").write_bytes(b"\xff")
-    with pytest.raises(FormatError, match="is not UTF-8"):
+    with pytest.raises(FormatError, match="is not valid JSON"):
         Tokenizer.from_directory(path)
     (path / "tokenizer.json").write_text("{}")
     with pytest.raises(FormatError, match="cannot be read"):

@@ -178,4 +178,5 @@ class SamplingParams:
 
     def _draw(self, row, seed, sample, position):
         """The fields of _core.DRAW."""
-        return row, self.temperature, self.top_k, self.top_p, self.min_p, seed, sample, position
+        # More likeliest tokens than int64 counts are all of them.
+        return row, self.temperature, min(self.top_k, 2**63 - 1), self.top_p, self.min_p, seed, sample, position

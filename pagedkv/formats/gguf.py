@@ -90,12 +90,12 @@ class _Cursor:
                 begin = pos + 8
                 pos = begin + length_at(data, pos)[0]
                 if pos > end:
-                    self.refuse(f"element {len(out)} of {what} passes the end of the file")
+                    self.refuse(f"element {len(out)} of {what} at byte {begin - 8} passes the end of the file")
                 append(str(data[begin:pos], "utf-8"))
         except struct.error:
-            self.refuse(f"element {len(out)} of {what} passes the end of the file")
+            self.refuse(f"element {len(out)} of {what} at byte {pos} passes the end of the file")
         except UnicodeDecodeError:
-            self.refuse(f"element {len(out)} of {what} is not UTF-8")
+            self.refuse(f"element {len(out)} of {what} at byte {begin} is not UTF-8")
         self.pos = pos
         return out
 
@@ -106,22 +106,22 @@ class _Cursor:
         if kind == _ARRAY:
             return self.array(what, depth + 1)
         if kind not in _SCALARS:
-            self.refuse(f"{what} has the unknown value type {kind}")
+            self.refuse(f"{what} has the unknown value type {kind} at byte {self.pos - 4}")
         return self.numbers(kind, 1, what)[0].item()
 
     def array(self, what, depth):
         if depth > _MAX_ARRAY_DEPTH:
-            self.refuse(f"{what} nests arrays deeper than {_MAX_ARRAY_DEPTH}")
+            self.refuse(f"{what} at byte {self.pos} nests arrays deeper than {_MAX_ARRAY_DEPTH}")
         kind = self.u32(f"element type of {what}")
         n = self.u64(f"length of {what}")
         if n > _MAX_ARRAY_LEN:
-            self.refuse(f"{what} has {n} elements, more than {_MAX_ARRAY_LEN}")
+            self.refuse(f"{what} at byte {self.pos - 8} has {n} elements, more than {_MAX_ARRAY_LEN}")
         if kind == _STRING:
             return self.strings(n, what)
         if kind == _ARRAY:
             return [self.array(what, depth + 1) for _ in range(n)]
         if kind not in _SCALARS:
-            self.refuse(f"{what} has the unknown element type {kind}")
+            self.refuse(f"{what} has the unknown element type {kind} at byte {self.pos - 12}")
         return self.numbers(kind, n, what)
 
     def numbers(self, kind, n, what):
@@ -132,7 +132,7 @@ class _Cursor:
         if kind != _BOOL:
             return values.astype(dtype.newbyteorder("="))
         if (values > 1).any():
-            self.refuse(f"{what} is a bool with a value other than 0 and 1")
+            self.refuse(f"{what} at byte {begin} is a bool with a value other than 0 and 1")
         return values.astype(bool)
 
 
@@ -314,10 +314,11 @@ def _read_config(path, metadata, tensors):
         raise FormatError(f"{path}: {what}")
 
     arch = metadata.get("general.architecture")
-    if arch not in ("llama", "qwen2", "qwen3"):
+    if not isinstance(arch, str) or arch not in ("llama", "qwen2", "qwen3"):
         refuse(f"architecture {short(arch)} is not read here; llama, qwen2 and qwen3 are" if arch is not None else "general.architecture is missing")
-    if metadata.get("split.count", 1) not in (0, 1):
-        refuse(f"is one of {short(metadata['split.count'])} files of a split model; merge them first")
+    n_files = metadata.get("split.count", 1)
+    if type(n_files) is not int or n_files not in (0, 1):
+        refuse(f"is one of {short(n_files)} files of a split model; merge them first")
     keys = _Keys(path, metadata, arch)
 
     hidden_dim = keys.integer("embedding_length")
@@ -349,7 +350,7 @@ def _read_config(path, metadata, tensors):
         # load_hparams sets 10000 for every architecture; so do transformers' classes.
         warnings.warn(f"{path}: {arch}.rope.freq_base is missing; 10000 is used", stacklevel=4)
     scaling = keys.get("rope.scaling.type", "linear")
-    if scaling not in ("none", "linear"):
+    if not isinstance(scaling, str) or scaling not in ("none", "linear"):
         refuse(f"RoPE scaling {short(scaling)} is not built here; none and linear are")
     # 0 stands for "not given" in load_hparams, and scale_linear is the older name.
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 0.0))
@@ -367,7 +368,7 @@ def _read_config(path, metadata, tensors):
     end_ids = []
     for name in ("eos", "eot", "eom"):  # end of text, of turn, of message: generation stops on each
         token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if token_id is not None and token_id not in end_ids:
+        if token_id is not None:
             end_ids.append(token_id)
     bos_id = metadata.get("tokenizer.ggml.bos_token_id")
     for token_id in [*end_ids, *([] if bos_id is None else [bos_id])]:
@@ -400,7 +401,7 @@ def _read_config(path, metadata, tensors):
         qk_norm=arch == "qwen3",
         sliding_window=window or None,
         bos_token_id=bos_id,
-        eos_token_ids=tuple(end_ids),
+        eos_token_ids=tuple(dict.fromkeys(end_ids)),
     )
     keys.refuse_others()
     return config

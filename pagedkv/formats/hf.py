@@ -43,6 +43,23 @@ def _parse_object(text, what):
     return value
 
 
+# A file beside the weights: the largest tokenizer.json in use have some 40 MB.
+_MOST_TEXT_NBYTES = 1 << 28
+
+
+def read_bytes(path):
+    """All of a small file; FormatError where it has more than 256 MiB, which nothing here needs."""
+    nbytes = path.stat().st_size
+    if nbytes > _MOST_TEXT_NBYTES:
+        raise FormatError(f"{path} has {nbytes} bytes, at most {_MOST_TEXT_NBYTES} are read")
+    return path.read_bytes()
+
+
+def read_object(path):
+    """The JSON object of a small file; FormatError for anything else."""
+    return _parse_object(read_bytes(path), path)
+
+
 def _is_count(value):
     return type(value) is int and value >= 0
 
@@ -124,7 +141,7 @@ def _read_tensors(directory):
         pickles = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
         hint = f"; {pickles[0]} is a PyTorch pickle, which is not read: save the model as safetensors" if pickles else ""
         raise FormatError(f"{directory} has neither model.safetensors nor model.safetensors.index.json{hint}")
-    weight_map = _parse_object(index_path.read_bytes(), index_path).get("weight_map")
+    weight_map = read_object(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise FormatError(f"{index_path}: weight_map does not map names to file names")
     shards = {}
@@ -341,9 +358,9 @@ def open_hf(directory):
     path = directory / "config.json"
     if not path.is_file():
         raise FormatError(f"{directory} is not a model directory: it has no config.json")
-    metadata = _parse_object(path.read_bytes(), path)
+    metadata = read_object(path)
     generation_path = directory / "generation_config.json"
-    generation = _parse_object(generation_path.read_bytes(), generation_path) if generation_path.is_file() else {}
+    generation = read_object(generation_path) if generation_path.is_file() else {}
     tensors = _read_tensors(directory)
     # Old Llama checkpoints carry the frequencies, which follow from the configuration.
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}

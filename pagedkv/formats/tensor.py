@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pagedkv.errors import FormatError, NullError
+from pagedkv.errors import BadDimError, FormatError, NullError
 from pagedkv.formats import quants
+from pagedkv.rope import rope_inv_freq
 
 
 class Tensor:
@@ -111,6 +112,13 @@ class ModelFile:
             if name not in shapes:
                 raise FormatError(f"{path}: tensor {name!r} is no part of a {config.family} model with this configuration")
         self._tensors = {name: tensors[name] for name in shapes}
+        # After the shapes, which bound the number of frequencies.
+        try:
+            rope_inv_freq(config.rope_theta, config.rope_dim, config.rope_scaling, config.rope_factor,
+                          config.rope_low_freq_factor, config.rope_high_freq_factor,
+                          config.rope_original_context_len, config.rope_freq_factors)
+        except BadDimError as error:
+            raise FormatError(f"{path}: {error.message}") from None
 
     def names(self):
         """Canonical names, list of str, in the order of the layers."""
