@@ -198,8 +198,6 @@ def _params(given, defaults):
     """The command's parameters with a line's own in their places."""
     for name, value in given.items():
         kinds = typing.get_args(_PARAMS[name]) if _PARAMS[name] not in _WORDS else (_PARAMS[name],)
-        if name == "stop":
-            kinds = (str, *kinds)
         if not any(_fits(value, kind) for kind in kinds):
             what = " or ".join(_WORDS[kind] for kind in kinds)
             raise LineError("bad_request", f"{name} must be {what}, not {short(value)}")
