@@ -110,10 +110,11 @@ def test_a_wrong_argument_is_seen(tmp_path):
         assert f"wrong.py:{line}: error" in done.stdout
 
 
-# Cython's own names; parts that need optional packages; variables of functions' bodies.
+# Cython's own names; parts that need optional packages, or are for this package alone.
 NOT_PUBLIC = r"""
 pagedkv\._core\.(__reduce_cython__|__setstate_cython__|__test__)
 pagedkv\.lm_eval
+pagedkv\.sandbox\..*
 pagedkv\.bench\..*
 """
 
