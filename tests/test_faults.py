@@ -8,7 +8,6 @@ import dis
 import errno
 import gc
 import itertools
-import json
 import os
 import resource
 import shlex
@@ -17,9 +16,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +28,6 @@ import pagedkv as pk
 from pagedkv import LLM, AsyncLLM, SamplingParams
 from pagedkv.bench import report
 from pagedkv.engine import request as engine_request
-from pagedkv.engine import speculation
-from pagedkv.formats import open_model
-from pagedkv.generate import generate
 
 TESTS = Path(__file__).parent
 PACKAGE = str(Path(pk.__file__).parent)
@@ -200,28 +194,6 @@ def test_a_stream_that_the_collector_closes_inside_a_step(model, monkeypatch):  
     worker.join(60)
     assert got and got[0].outputs == want[0].outputs  # a step that waits for itself never ends
     assert_idle(llm)
-
-
-class Choosing:
-    """Sampling that raises at the n-th token."""
-
-    def __init__(self, n):
-        self.left = n
-
-    def choose(self, row, sample, position):
-        self.left -= 1
-        if self.left == 0:
-            raise OnPurpose
-        return int(row.argmax())
-
-
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_sampling_that_raises(model, n):  # noqa: F811
-    pool = model.new_pool(n_blocks=12)
-    with pytest.raises(OnPurpose):
-        list(generate(model, pool, ids(1, 20), 2, 8, Choosing(n)))
-    gc.collect()
-    assert pool.n_free == 12
 
 
 def test_arguments_that_raise_while_they_are_read(model, tmp_path):  # noqa: F811
@@ -399,12 +371,11 @@ CALLS = {
     "load": lambda model, pool, seqs, path: pk.Sequence.load(path, pool, model=model),
     "import_": lambda model, pool, seqs, path: pk.Sequence.import_(np.ones((2, 2, 2, 20, 16), np.float32), pool),
     "score": lambda model, pool, seqs, path: pk.score(model, [([1, 2], [3]), ([1, 2], [4, 5]), ([9], [3, 1])], pool),
-    "generate": lambda model, pool, seqs, path: list(generate(model, pool, [1, 2, 3], 2, 3, SamplingParams(seed=1))),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name, stride", [(name, 7 if name in ("load", "score", "generate") else 1) for name in CALLS] + [
-    pytest.param(name, 1, marks=pytest.mark.slow, id=f"{name}, every place") for name in ("load", "score", "generate")])
+@pytest.mark.parametrize("name, stride", [(name, 7 if name in ("load", "score") else 1) for name in CALLS] + [
+    pytest.param(name, 1, marks=pytest.mark.slow, id=f"{name}, every place") for name in ("load", "score")])
 def test_ctrl_c_anywhere_changes_nothing(model, shared, tmp_path, name, stride):  # noqa: F811
     pool, seqs = shared
     seqs[0].save(tmp_path / "kv", model=model)
@@ -657,7 +628,7 @@ def test_a_model_file_that_shrinks_while_it_is_read(tmp_path, kind):
     """At any moment: before each of the reads that loading makes. A mapped file would end the process."""
     path, weights = write_model(kind, tmp_path)
     whole = weights.read_bytes()
-    want = pk.LlamaModel.load(path)
+    want = pk.LlamaModel.load(path).fingerprint
     read, n_errors = pk.formats.tensor.FileBytes.__getitem__, 0
     for n in itertools.count(1):
         left = n
@@ -672,10 +643,9 @@ def test_a_model_file_that_shrinks_while_it_is_read(tmp_path, kind):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pk.formats.tensor.FileBytes, "__getitem__", shrinking)
             try:
-                got = pk.LlamaModel.load(path)
-                assert got.fingerprint == want.fingerprint  # all that was asked for had been read
+                assert pk.LlamaModel.load(path).fingerprint == want  # all that was asked for had been read
             except pk.FormatError as error:
-                assert "ends before byte" in str(error) and "longer when it was opened" in str(error)
+                assert "longer when it was opened" in str(error) or "was written to" in str(error)
                 n_errors += 1
         weights.write_bytes(whole)
         if left > 0:

@@ -212,8 +212,9 @@ class Engine:
             while ready is not None or going:
                 while ready is not None and (not going or n_samples + ready[2].n <= most):
                     key, prompt_ids, params = ready
-                    request = self.add(None, prompt_ids, params)
+                    request = self.request(None, prompt_ids, params)
                     going[request.number] = key, request
+                    self.start(request)
                     n_samples += params.n
                     ready = next(coming, None)
                 ended = [going.pop(request.number) for request in step() if request.finished]
