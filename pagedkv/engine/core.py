@@ -108,7 +108,6 @@ class Engine:
                                 f"the pool has {self.pool.n_blocks}")
         return max_tokens
 
-    @_changes
     def add(self, prompt, prompt_ids, params, request_id=None):
         """Take a request, which :meth:`check` lets pass; it runs with the coming steps.
 
@@ -125,6 +124,7 @@ class Engine:
         whatever happens in between."""
         return self._request(prompt, prompt_ids, params, request_id, self.check(prompt_ids, params))
 
+    @_changes
     def start(self, request):
         """The second half: it waits for its turn."""
         self.settle()

@@ -4,6 +4,7 @@ Both readers end in :func:`check_config` and :class:`ModelFile`, so the loader m
 shapes and types. No weight is read on opening; :class:`FileBytes` reads those that are asked for.
 """
 
+import io
 import math
 import os
 import threading
@@ -255,6 +256,13 @@ def check_config(path, config, n_tensors):
             refuse(f"begin or end token {token_id} is outside the vocabulary of {config.vocab_size}")
 
 
+class _File(io.FileIO):
+    """Closed with the last tensor, and no warning: there is no one time to close it."""
+
+    def __del__(self):
+        self.close()
+
+
 class FileBytes:
     """The bytes of a file, or a range of them, read when a slice is asked for.
 
@@ -292,7 +300,7 @@ class FileBytes:
             if Path(path).exists():
                 raise FormatError(f"{path} is not a regular file")
             raise FileNotFoundError(f"{path} does not exist")
-        self._file = open(path, "rb", buffering=0)
+        self._file = _File(path)
         self.path, self.size, self._begin = path, os.fstat(self._file.fileno()).st_size, 0
         self._lock = threading.Lock()  # the file has one position
         if self.size == 0:
