@@ -67,6 +67,7 @@ cdef extern from "pagedkv/pool.h" nogil:
         pkv_pool *pool
         int32_t *block_table
         int64_t max_blocks, n_blocks, seq_len
+        pkv_seq *next
     pkv_status pkv_pool_new(int64_t n_blocks, int64_t n_layers, int64_t kv_dim, int64_t block_size, pkv_pool **out)
     pkv_status pkv_pool_new_of(int dtype, int64_t n_blocks, int64_t n_layers, int64_t kv_dim, int64_t block_size,
                                pkv_pool **out)
@@ -244,16 +245,18 @@ cdef class PoolCore:
     cdef object __weakref__
     cdef pkv_pool *ptr
     cdef readonly object _lock       # serialises all calls on this pool
-    cdef list orphans                # sequences dropped while the lock was held: freed at the next call
-    cdef void reap(self)
-    cdef void try_reap(self)
+    cdef pkv_seq *orphans            # sequences dropped while the lock was held, a list: freed at the next call
+    cdef void leave(self, pkv_seq *seq) noexcept
+    cdef void reap(self) noexcept
+    cdef void try_reap(self) noexcept
+    cdef int enter(self) except -1
+    cdef void exit(self) noexcept
     cdef view(self, unsigned char *data, bint scales)
 
 
 cdef class SequenceCore:
     cdef pkv_seq *ptr                # NULL before _open and after free
     cdef readonly PoolCore pool
-    cdef object lock(self)
     cdef pkv_seq *enter(self) except NULL
     cdef copy_stored(self, str part, int64_t layer, int64_t begin, const unsigned char[:, ::1] rows, bint put)
 
@@ -284,3 +287,4 @@ cdef class ModelCore:
     cdef int check_batch(self, list seqs, list tokens) except -1
     cdef run_step(self, list seqs, list tokens, logits_of, out, bint can_stop)
     cdef Scratch take_scratch(self, int64_t n_floats)
+    cdef void keep_scratch(self, Scratch scratch) noexcept

@@ -1,5 +1,6 @@
 # The one entry to compiled code: checks at the door, then nogil and prange over the kernels of
 # include/pagedkv. Sections: errors, threads and ISA, pool, sequence, operations, attention, model, sampling.
+# No list comprehensions: where the list cannot grow, Cython 3.3's gives an element back twice, and the process crashes.
 from cython.parallel cimport parallel, prange, threadid
 from libc.stdlib cimport calloc, free, malloc
 from libc.math cimport NAN, sqrt
@@ -194,7 +195,11 @@ def isa():
 
 def available_isas():
     """Names of the instruction sets that this machine runs, best first."""
-    return [pkv_kernel_tables[i].isa.decode() for i in range(pkv_n_kernel_tables()) if pkv_isa_runs(i)]
+    names = []
+    for i in range(pkv_n_kernel_tables()):
+        if pkv_isa_runs(i):
+            names.append(pkv_kernel_tables[i].isa.decode())
+    return names
 
 
 def _set_isa(str name):
@@ -254,18 +259,37 @@ cdef class PoolCore:
                         f"enough for one address space, and block_size {block_size} must divide {PKV_CHUNK}",
                         (PkvStatus(status),))
         self._lock = threading.Lock()
-        self.orphans = []
         POOLS.add(self)
 
     def __dealloc__(self):
+        self.reap()
         pkv_pool_free(self.ptr)
 
     def __reduce__(self):
         raise TypeError("a BlockPool cannot be pickled or copied: its blocks are memory of this process")
 
-    cdef void reap(self):
-        while self.orphans:
-            pkv_seq_free(<pkv_seq *><size_t>self.orphans.pop())
+    # Allocates nothing, as all here: a sequence is given back when memory is short, too.
+    cdef void leave(self, pkv_seq *seq) noexcept:
+        seq.next = self.orphans
+        self.orphans = seq
+
+    # First and last thing of every call. No `with`: leaving one with an error takes memory, and without it the lock
+    # would be held for good.
+    cdef int enter(self) except -1:
+        self._lock.acquire()
+        self.reap()
+        return 0
+
+    cdef void exit(self) noexcept:
+        self.reap()
+        self._lock.release()
+
+    cdef void reap(self) noexcept:
+        cdef pkv_seq *seq
+        while self.orphans is not NULL:
+            seq = self.orphans
+            self.orphans = seq.next
+            pkv_seq_free(seq)
 
     @property
     def n_blocks(self):
@@ -287,12 +311,14 @@ cdef class PoolCore:
         """Tokens in a block."""
         return self.ptr.block_size
 
-    cdef void try_reap(self):
+    cdef void try_reap(self) noexcept:
         # Never waits: reading needs no lock but the interpreter's, and the collector may have come here from inside
         # a call that holds this one.
-        if self.orphans and self._lock.acquire(False):
-            self.reap()
-            self._lock.release()
+        try:
+            if self.orphans is not NULL and self._lock.acquire(False):
+                self.exit()
+        except MemoryError:    # the next call reaps
+            pass
 
     @property
     def n_free(self):
@@ -368,26 +394,32 @@ cdef class PoolCore:
     def alloc_block(self):
         """Take a free block and own it once; returns its id."""
         cdef int32_t block_id
-        with self._lock:
-            self.reap()
+        self.enter()
+        try:
             status = pkv_alloc_block(self.ptr, &block_id)
-        if status != PKV_OK:
-            raise error(f"needs 1 block, 0 of {self.ptr.n_blocks} are free", (PkvStatus(status),))
-        return block_id
+            if status == PKV_OK:
+                try:
+                    return <object>block_id
+                except MemoryError:     # no place for the number
+                    pkv_unref_block(self.ptr, block_id)
+                    raise
+        finally:
+            self.exit()
+        raise error(f"needs 1 block, 0 of {self.ptr.n_blocks} are free", (PkvStatus(status),))
 
     def ref_block(self, int64_t block_id):
         """Add an owner to a block in use."""
-        with self._lock:
-            self.reap()
-            status = pkv_ref_block(self.ptr, block_id)
+        self.enter()
+        status = pkv_ref_block(self.ptr, block_id)
+        self.exit()
         if status != PKV_OK:
             raise error(f"block {block_id} of {self.ptr.n_blocks} is not in use", (PkvStatus(status),))
 
     def unref_block(self, int64_t block_id):
         """Take an owner from a block in use; without owners it is free again."""
-        with self._lock:
-            self.reap()
-            status = pkv_unref_block(self.ptr, block_id)
+        self.enter()
+        status = pkv_unref_block(self.ptr, block_id)
+        self.exit()
         if status != PKV_OK:
             raise error(f"block {block_id} of {self.ptr.n_blocks} is not in use", (PkvStatus(status),))
 
@@ -450,7 +482,7 @@ cdef class SequenceCore:
     def __dealloc__(self):
         if self.ptr is NULL:
             return
-        self.pool.orphans.append(<size_t>self.ptr)
+        self.pool.leave(self.ptr)
         self.pool.try_reap()
 
     def __reduce__(self):
@@ -471,38 +503,40 @@ cdef class SequenceCore:
         """Start with full blocks that others own already; each gets one owner more."""
         cdef int64_t n = block_ids.shape[0]
         cdef pkv_seq *seq
-        with self.lock():
-            seq = self.enter()
+        seq = self.enter()
+        try:
             status = pkv_seq_adopt(seq, &block_ids[0] if n else NULL, n)
             if status == PKV_ERR_BAD_DIM:
                 raise error("the sequence has blocks already, or a block is named twice", (PkvStatus(status),))
             if status != PKV_OK:
                 raise error(f"{n} blocks do not fit a table of {seq.max_blocks}, or one of them is not in use",
                             (PkvStatus(status),))
+        finally:
+            self.pool.exit()
 
     def _fork_to(self, SequenceCore child not None):
         if child.pool is not None:
             raise RuntimeError("a sequence is opened once")
         cdef pkv_status status
-        with self.lock():
-            status = pkv_seq_fork(self.enter(), &child.ptr)
-        if status == PKV_ERR_NULL:
-            raise MemoryError("no memory for the table of a fork")
-        if status != PKV_OK:
-            raise error("a block has 2**31 - 1 owners already", (PkvStatus(status),))
-        child.pool = self.pool
-
-    cdef object lock(self):
-        """The pool's lock. Whatever reads self.ptr holds it: another thread may free the sequence."""
-        if self.pool is None:
-            raise error("the sequence was never opened", (PkvStatus.PKV_ERR_NULL,))
-        return self.pool._lock
+        cdef pkv_seq *seq = self.enter()
+        try:
+            status = pkv_seq_fork(seq, &child.ptr)
+            if status == PKV_ERR_NULL:
+                raise MemoryError("no memory for the table of a fork")
+            if status != PKV_OK:
+                raise error("a block has 2**31 - 1 owners already", (PkvStatus(status),))
+            child.pool = self.pool
+        finally:
+            self.pool.exit()
 
     cdef pkv_seq *enter(self) except NULL:
-        """First thing under the lock. The caller works on what this returns: self.ptr may go at any time, but what
-        it pointed to lives until the lock is given back."""
-        self.pool.reap()
+        """Take the pool's lock, which whatever reads self.ptr holds; self.pool.exit() gives it back. The caller works
+        on what this returns: self.ptr may go at any time, but what it pointed to lives until then."""
+        if self.pool is None:
+            raise error("the sequence was never opened", (PkvStatus.PKV_ERR_NULL,))
+        self.pool.enter()
         if self.ptr is NULL:
+            self.pool.exit()
             raise error("the sequence was freed", (PkvStatus.PKV_ERR_NULL,))
         return self.ptr
 
@@ -512,7 +546,7 @@ cdef class SequenceCore:
             return
         # A finaliser may call this while the collector runs inside a call that holds the lock, in this thread or
         # another: hand the blocks over, and let that call's end give them back rather than wait for it.
-        self.pool.orphans.append(<size_t>self.ptr)
+        self.pool.leave(self.ptr)
         self.ptr = NULL
         self.pool.try_reap()
 
@@ -532,11 +566,13 @@ cdef class SequenceCore:
         """Make the next `n` rows writable: own copies of shared blocks, new blocks for the rest."""
         cdef int64_t needed = 0
         cdef pkv_seq *seq
-        with self.lock():
-            seq = self.enter()
+        seq = self.enter()
+        try:
             status = pkv_ensure_append(seq, n, &needed)
             if status != PKV_OK:
                 raise append_error(status, seq, n, needed, "", ())
+        finally:
+            self.pool.exit()
 
     def append_layer(self, int64_t layer, k, v):
         """Write rows ``[len, len + n)`` of one layer. `k`, `v`: float32 ``[n, kv_dim]``, rounded here to the pool's
@@ -546,8 +582,8 @@ cdef class SequenceCore:
         cdef const float *k_ptr
         cdef const float *v_ptr
         cdef pkv_seq *seq
-        with self.lock():
-            seq = self.enter()
+        seq = self.enter()
+        try:
             k_ptr = rows_f32(k_rows, "k", -1, seq.pool.kv_dim, chain)
             v_ptr = rows_f32(v_rows, "v", k_rows.shape[0], seq.pool.kv_dim, chain)
             if layer < 0 or layer >= seq.pool.n_layers:
@@ -555,24 +591,30 @@ cdef class SequenceCore:
             status = append_rows(seq, layer, k_ptr, v_ptr, k_rows.shape[0])
             if status != PKV_OK:
                 raise write_error(status, seq, k_rows.shape[0])
+        finally:
+            self.pool.exit()
 
     def advance(self, int64_t n):
         """Count `n` appended rows as part of the sequence."""
         cdef pkv_seq *seq
-        with self.lock():
-            seq = self.enter()
+        seq = self.enter()
+        try:
             status = pkv_advance(seq, n)
             if status != PKV_OK:
                 raise write_error(status, seq, n)
+        finally:
+            self.pool.exit()
 
     def truncate(self, int64_t n):
         """Keep the first `n` rows; give back the blocks that held only later ones."""
         cdef pkv_seq *seq
-        with self.lock():
-            seq = self.enter()
+        seq = self.enter()
+        try:
             status = pkv_seq_truncate(seq, n)
             if status != PKV_OK:
                 raise error(f"length {n} is outside [0, {seq.seq_len}]", (PkvStatus(status),))
+        finally:
+            self.pool.exit()
 
     def gather_head(self, int64_t layer, int64_t kv_head, int64_t head_dim, total_k=None):
         """Copies of one KV head's rows: ``(K, V)``, each float32 ``[total_k, head_dim]``: what attention reads."""
@@ -582,8 +624,8 @@ cdef class SequenceCore:
         cdef float *v_ptr
         cdef pkv_seq *seq
         cdef pkv_status status
-        with self.lock():
-            seq = self.enter()
+        seq = self.enter()
+        try:
             n = seq.seq_len if total_k is None else total_k
             n_rows = seq.n_blocks * seq.pool.block_size
             if head_dim <= 0 or n < 0:
@@ -600,6 +642,8 @@ cdef class SequenceCore:
             if status != PKV_OK:
                 raise error(f"layer {layer} or head {kv_head} of {head_dim} is outside {seq.pool.n_layers} "
                             f"layers of {seq.pool.kv_dim}", (PkvStatus(status),))
+        finally:
+            self.pool.exit()
         return k, v
 
     def export(self, int64_t head_dim):
@@ -620,8 +664,8 @@ cdef class SequenceCore:
         cdef float *k
         cdef int64_t n_heads, layer, head, head_floats
         cdef pkv_seq *seq
-        with self.lock():
-            seq = self.enter()
+        seq = self.enter()
+        try:
             if head_dim <= 0 or seq.pool.kv_dim % head_dim:
                 raise error(f"head_dim {head_dim} does not divide the pool's kv_dim {seq.pool.kv_dim}",
                             (PkvStatus.PKV_ERR_BAD_DIM,))
@@ -635,6 +679,8 @@ cdef class SequenceCore:
                         pkv_gather_head(seq, layer, head, head_dim, seq.seq_len, k, k + n_heads * head_floats)
                         k += head_floats
                     k += n_heads * head_floats
+        finally:
+            self.pool.exit()
         return out
 
     cdef copy_stored(self, str part, int64_t layer, int64_t begin, const unsigned char[:, ::1] rows, bint put):
@@ -642,8 +688,8 @@ cdef class SequenceCore:
         cdef int64_t n = rows.shape[0]
         cdef pkv_seq *seq
         cdef pkv_status status
-        with self.lock():
-            seq = self.enter()
+        seq = self.enter()
+        try:
             if rows.shape[1] != pkv_part_nbytes(seq.pool, kind):
                 raise error(f"a row of {part} is {pkv_part_nbytes(seq.pool, kind)} bytes, not {rows.shape[1]}",
                             (PkvStatus.PKV_ERR_BAD_DIM,))
@@ -655,6 +701,8 @@ cdef class SequenceCore:
                 raise error(f"rows [{begin}, {begin + n}) of layer {layer} are not there: {seq.seq_len} rows in "
                             f"{seq.n_blocks} blocks of {seq.pool.block_size}, {seq.pool.n_layers} layers",
                             (PkvStatus(status),))
+        finally:
+            self.pool.exit()
 
     def _take_rows(self, str part, int64_t layer, int64_t begin, unsigned char[:, ::1] rows):
         """Copy rows from `begin` on of "k", "v", "k_scale" or "v_scale" into `rows`, the bytes as they are stored."""
@@ -669,13 +717,15 @@ cdef class SequenceCore:
         cdef cnp.ndarray blocks
         cdef int64_t n
         cdef pkv_seq *seq
-        with self.lock():
-            seq = self.enter()
+        seq = self.enter()
+        try:
             n = pkv_blocks_for(seq.seq_len, seq.pool.block_size)
             blocks = np.empty(n, np.int32)
             if n:
                 memcpy(cnp.PyArray_DATA(blocks), seq.block_table, n * sizeof(int32_t))
             return seq.seq_len, blocks
+        finally:
+            self.pool.exit()
 
 
 def blocks_needed(list seqs, list n_new):
@@ -690,8 +740,10 @@ def blocks_needed(list seqs, list n_new):
     cdef int64_t[::1] counts = np.array(n_new, np.int64)
     seq = seqs[0]
     cdef PoolCore pool = seq.pool
-    with seq.lock():
-        pool.reap()
+    if pool is None:
+        raise error("the sequence was never opened", (PkvStatus.PKV_ERR_NULL,))
+    pool.enter()
+    try:
         for i in range(n):
             seq = seqs[i]
             if seq.pool is not pool or seq.ptr is NULL or counts[i] <= 0:
@@ -703,6 +755,8 @@ def blocks_needed(list seqs, list n_new):
             seq = seqs[failed]
             raise append_error(status, seq.ptr, counts[failed], needed, f"sequence {failed} of the batch: ", ())
         return pool.ptr.n_planned
+    finally:
+        pool.exit()
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -749,7 +803,8 @@ cdef class PackedWeight:
         cdef int64_t i
         if n <= 0 or len(dtypes) != pkv_panels_for(n):
             raise error(f"{len(dtypes)} panel types for {n} rows", (PkvStatus.PKV_ERR_BAD_DIM,))
-        self.n_bytes = sum([packed_nbytes(dtype, PKV_PANEL, k) for dtype in dtypes])
+        for dtype in dtypes:
+            self.n_bytes += packed_nbytes(dtype, PKV_PANEL, k)
         self.arena = Arena(self.n_bytes) if arena is None else arena
         if self.n_bytes > self.arena.n_bytes - self.arena.n_used:
             raise error(f"the arena has no place for a weight of [{n}, {k}]", (PkvStatus.PKV_ERR_BAD_DIM,))
@@ -1071,9 +1126,12 @@ def attn_with_paged(q, k_new, v_new, SequenceCore seq, int64_t layer, int64_t n_
     cdef cnp.ndarray out = np.empty((n, n_heads * head_dim), np.float32)
     if seq is None or seq.pool is None:
         raise error("the sequence is missing", (ApStatus.AP_ERR_SEQ, PkvStatus.PKV_ERR_NULL))
-    with seq.lock():
+    seq.pool.enter()
+    try:
         try:
-            ptr = seq.enter()
+            if seq.ptr is NULL:
+                raise error("the sequence was freed", (PkvStatus.PKV_ERR_NULL,))
+            ptr = seq.ptr
             if kv_dim != ptr.pool.kv_dim:
                 raise error(f"n_kv_heads {n_kv_heads} * head_dim {head_dim} is not the pool's kv_dim "
                             f"{ptr.pool.kv_dim}", (PkvStatus.PKV_ERR_BAD_DIM,))
@@ -1088,6 +1146,8 @@ def attn_with_paged(q, k_new, v_new, SequenceCore seq, int64_t layer, int64_t n_
         except errors.PagedKVError as cause:
             raise error(cause.message, (ApStatus.AP_ERR_SEQ,) + cause.chain) from None
         work.run(layer, q_ptr, <float *>cnp.PyArray_DATA(out))
+    finally:
+        seq.pool.exit()
     return out
 
 
@@ -1171,7 +1231,8 @@ cdef class Batch:
         cdef int64_t i, j, row = 0
         cdef const int64_t[::1] ids
         self.n_seqs = len(seqs)
-        self.n_rows = sum([len(t) for t in tokens])
+        for ids in tokens:
+            self.n_rows += ids.shape[0]
         self.seqs = <pkv_seq **>new_array(self.n_seqs, sizeof(pkv_seq *))
         self.n_new = <int64_t *>new_array(self.n_seqs, sizeof(int64_t))
         self.tokens = <int32_t *>new_array(self.n_rows, sizeof(int32_t))
@@ -1320,7 +1381,7 @@ cdef class ModelCore:
         cdef const float[::1] array
         m.n_layers, m.hidden_dim, m.ffn_dim = config.n_layers, config.hidden_dim, config.ffn_dim
         m.vocab_size, m.norm_eps, m.rope_half = config.vocab_size, config.norm_eps, inv_freq.shape[0]
-        windows = [given["window"] for given in layers]
+        windows = list(map(operator.itemgetter("window"), layers))
         widest = None if None in windows or not windows else max(windows)
         bad = attention_shape(&m.attn, 1, config.n_heads, config.n_kv_heads, config.head_dim, None, widest)
         if bad is not None:
@@ -1379,7 +1440,10 @@ cdef class ModelCore:
     def weight_nbytes(self):
         """Bytes of all packed weights."""
         layers, embedding, head = self.keep[4], self.keep[2], self.keep[3]
-        total = sum([layer[name].nbytes for layer in layers for name in ("qkv", "o", "gate_up", "down")])
+        total = 0
+        for layer in layers:
+            for name in ("qkv", "o", "gate_up", "down"):
+                total += layer[name].nbytes
         return total + embedding.nbytes + (0 if head is embedding else head.nbytes)
 
     cdef int check_batch(self, list seqs, list tokens) except -1:
@@ -1423,13 +1487,16 @@ cdef class ModelCore:
         cdef int64_t failed = 0, needed = 0
         if seq is None or seq.pool is None:
             self.check_batch([seq], [tokens])
-        with seq.lock():
-            seq.pool.reap()
+        cdef PoolCore pool = seq.pool
+        pool.enter()
+        try:
             self.check_batch([seq], [tokens])
             batch.fill([seq], [tokens])
             status = pkv_check_append_batch(batch.seqs, batch.n_new, batch.n_seqs, &failed, &needed)
             if status != PKV_OK:
                 raise batch.append_error(status, failed, needed)
+        finally:
+            pool.exit()
 
     def step(self, list seqs, list tokens, logits_of, out):
         """Append tokens[i] (int64 array) to seqs[i]; logits of the "last" row of each, of "all", of "none", or of so
@@ -1449,7 +1516,7 @@ cdef class ModelCore:
     cdef run_step(self, list seqs, list tokens, logits_of, out, bint can_stop):
         """Checked, planned and reserved for the whole batch before the first write; None if Ctrl-C ended it."""
         cdef int n_threads = team()
-        cdef int64_t i, failed = 0, needed = 0, n_floats, n_pass, n_done = 0
+        cdef int64_t i, failed = 0, needed = 0, n_floats, n_pass, n_done = 0, n_locked = 0
         cdef pkv_step laid
         cdef pkv_stop stop
         cdef Batch batch = Batch()
@@ -1458,15 +1525,14 @@ cdef class ModelCore:
         cdef pkv_status status
         pools = {}
         for seq in seqs:
-            if isinstance(seq, SequenceCore):
+            if isinstance(seq, SequenceCore) and (<SequenceCore>seq).pool is not None:
                 pools[id((<SequenceCore>seq).pool)] = (<SequenceCore>seq).pool
-        pools = [pools[key] for key in sorted(pools) if pools[key] is not None]  # one order: no deadlock
-        locked = []
+        cdef list order = sorted(pools.values(), key=id)     # one order: no deadlock
+        cdef PoolCore pool
         try:
-            for pool in pools:
-                (<PoolCore>pool)._lock.acquire()
-                locked.append(pool)
-                (<PoolCore>pool).reap()
+            for pool in order:
+                pool.enter()
+                n_locked += 1
             self.check_batch(seqs, tokens)
             batch.fill(seqs, tokens)
             batch.plan(&self.m, logit_counts(logits_of, tokens), n_threads)
@@ -1478,12 +1544,12 @@ cdef class ModelCore:
             batch.note_tables()
             status = pkv_ensure_append_batch(batch.seqs, batch.n_new, batch.n_seqs, &failed, &needed)
             if status != PKV_OK:
-                self.scratches.append(scratch)
+                self.keep_scratch(scratch)
                 raise batch.append_error(status, failed, needed)
             stop.poll, stop.next_s, stop.n_rows, stop.is_set = NULL, omp_get_wtime() + 0.1, 0, 0
             if can_stop:
                 stop.poll = pkv_poll_interrupt
-            for i in range(batch.n_passes):
+            for i in range(batch.n_passes):      # from here on nothing can fail
                 if pkv_stop_is_set(&stop):
                     break
                 batch.steps[i].stop = &stop
@@ -1493,7 +1559,7 @@ cdef class ModelCore:
                 n_done += batch.steps[i].n_out
                 with nogil:
                     run_pass(&batch.steps[i], n_threads)
-            self.scratches.append(scratch)
+            self.keep_scratch(scratch)
             if pkv_stop_is_set(&stop):
                 batch.undo()
                 return None
@@ -1501,9 +1567,16 @@ cdef class ModelCore:
                 batch.seqs[i].seq_len += batch.n_new[i]
             return result
         finally:
-            for pool in reversed(locked):
-                (<PoolCore>pool).reap()
-                (<PoolCore>pool)._lock.release()
+            while n_locked > 0:        # allocates nothing
+                n_locked -= 1
+                pool = order[n_locked]
+                pool.exit()
+
+    cdef void keep_scratch(self, Scratch scratch) noexcept:
+        try:
+            self.scratches.append(scratch)
+        except MemoryError:            # no place to keep it: the next step takes a new one
+            pass
 
     cdef Scratch take_scratch(self, int64_t n_floats):
         cdef Scratch scratch
@@ -1517,7 +1590,7 @@ cdef class ModelCore:
 cdef const int64_t[::1] logit_counts(logits_of, list tokens):
     """How many last rows of each sequence give logits."""
     if isinstance(logits_of, str):
-        counts = np.array([len(t) for t in tokens], np.int64)
+        counts = np.fromiter(map(len, tokens), np.int64, len(tokens))
         if logits_of != "all":
             counts[:] = 1 if logits_of == "last" else 0
         return counts

@@ -535,7 +535,7 @@ def _info(args):
             for dim in tensor.shape:
                 size *= dim
             n_params += size
-            n_bytes += tensor.raw.nbytes
+            n_bytes += tensor.stored.size
         rows = [("file", file.path), ("parameters", f"{n_params:,}"), ("weight bytes", f"{n_bytes:,}"),
                 ("weight types", ", ".join(f"{dtype} x {count}" for dtype, count in sorted(types.items()))),
                 *_tokenizer_rows(file), *_config_rows(config)]  # fmt: skip

@@ -24,6 +24,9 @@ from pagedkv.tokenizer import Tokenizer
 # Part of a model's fingerprint: to be counted up when a change to the canonical order changes bits.
 _ARITHMETIC = 1
 
+# Of a weight, read at once: a multiple of 4096, and little enough to stay in cache until it is packed or summed.
+_PIECE_NBYTES = 1 << 20
+
 
 def _token_array(tokens):
     """Token ids as int64 [n]. Range is checked by the step, against the vocabulary."""
@@ -44,6 +47,17 @@ def _token_array(tokens):
     if array.dtype.kind not in "iu":
         raise TypeError(f"token ids are integers, not {array.dtype}")
     return np.ascontiguousarray(array, np.int64)
+
+
+def _lengths(seqs):
+    return [len(seq) if isinstance(seq, Sequence) else None for seq in seqs]
+
+
+def _cut_back(seqs, lengths):
+    """Take back what a step appended."""
+    for seq, length in zip(seqs, lengths):
+        if length is not None and len(seq) > length:
+            seq.truncate(length)
 
 
 def _read_int(path):
@@ -110,15 +124,22 @@ class _Matrix:
     def pack(self, arena):
         packed = _core.PackedWeight(self.n, self.k, self.dtypes, arena)
         for part, first in zip(self.parts, self.first):
-            raw = part.float32().reshape(-1).view(np.uint8) if self.expand else part.raw
-            packed._fill(raw, part.shape[0], None if self.expand else part.row_order, first, self.step)
+            n = part.shape[0]
+            if self.expand or part.row_order is not None:
+                raw = part.float32().reshape(-1).view(np.uint8) if self.expand else part.raw
+                packed._fill(raw, n, None if self.expand else part.row_order, first, self.step)
+                continue
+            n_rows = max(1, _PIECE_NBYTES // part.row_nbytes // _core.PANEL) * _core.PANEL  # of whole panels
+            for begin in range(0, n, n_rows):
+                raw = part.stored[begin * part.row_nbytes:(begin + n_rows) * part.row_nbytes]
+                packed._fill(raw, min(n_rows, n - begin), None, first + self.step * (begin // _core.PANEL), self.step)
         return packed
 
 
 class _Origin:
     """Where a model's weights came from: what its fingerprint is made of, when somebody asks for it.
 
-    The tensors keep the file mapped, whatever becomes of its name. They are the weights that were loaded unless
+    The tensors keep the file open, whatever becomes of its name. They are the weights that were loaded unless
     somebody writes into the file, which its size and time of change show."""
 
     def __init__(self, file, compute):
@@ -137,7 +158,7 @@ class _Origin:
 
     def fingerprint(self):
         """See :attr:`LlamaModel.fingerprint`."""
-        self.check()  # first: pages behind a new end of the file cannot be read
+        self.check()
         config = self.config
         # Fields at their default are left out, so that a later field does not change the models that lack it.
         fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)
@@ -145,12 +166,14 @@ class _Origin:
                   and getattr(config, f.name) != f.default}  # fmt: skip
         digest = hashlib.sha256(repr((_ARITHMETIC, self.compute, sorted(fields.items()))).encode())
         for tensor in self.tensors:
-            raw = tensor.raw
+            stored = tensor.stored
             digest.update(repr((tensor.name, tensor.dtype, tensor.shape, tensor.row_order is None)).encode())
-            digest.update(raw[:4096].tobytes() + raw[-4096:].tobytes())
+            digest.update(stored[:4096].tobytes() + stored[-4096:].tobytes())
             # Sums modulo 2**64 of 512 columns: all bytes take part, at the memory's speed.
-            n_whole = raw.size // 4096 * 4096
-            digest.update(raw[:n_whole].view(np.uint64).reshape(-1, 512).sum(0).tobytes())
+            sums, n_whole = np.zeros(512, np.uint64), stored.size // 4096 * 4096
+            for begin in range(0, n_whole, _PIECE_NBYTES):
+                sums += stored[begin:min(begin + _PIECE_NBYTES, n_whole)].view(np.uint64).reshape(-1, 512).sum(0)
+            digest.update(sums.tobytes())
         self.check()
         return f"{config.family}-{config.n_layers}x{config.hidden_dim}-{self.compute}-{digest.hexdigest()[:32]}"
 
@@ -410,7 +433,14 @@ class LlamaModel:
         """
         rows = list(rows)
         logits_of = n_logits if n_logits is not None else "all" if all_logits else "last"
-        return self._core.step([seq for seq, _ in rows], [_token_array(tokens) for _, tokens in rows], logits_of, out)
+        seqs, tokens = [seq for seq, _ in rows], [_token_array(tokens) for _, tokens in rows]
+        lengths = _lengths(seqs)
+        try:
+            logits = self._core.step(seqs, tokens, logits_of, out)
+            return logits
+        except BaseException:  # Ctrl-C that came while it computed is raised as it returns
+            _cut_back(seqs, lengths)
+            raise
 
     def decode_step(self, token_ids: npt.ArrayLike, seqs: Iterable[Sequence],
                     out: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
@@ -421,7 +451,13 @@ class LlamaModel:
         if len(token_ids) != len(seqs):
             raise BadDimError(f"{len(token_ids)} tokens for {len(seqs)} sequences",
                               (_core.Flv4Status.FLV4_ERR_BAD_DIM,))
-        return self._core.step(seqs, [token_ids[i:i + 1] for i in range(len(seqs))], "last", out)
+        tokens, lengths = [token_ids[i:i + 1] for i in range(len(seqs))], _lengths(seqs)
+        try:
+            logits = self._core.step(seqs, tokens, "last", out)
+            return logits
+        except BaseException:  # as in step
+            _cut_back(seqs, lengths)
+            raise
 
     def prefill(self, tokens: npt.ArrayLike, seq: Sequence, chunk: int | None = None,
                 all_logits: bool = False) -> npt.NDArray[np.float32]:
@@ -463,10 +499,10 @@ class LlamaModel:
                     self._core.step([seq], [part], "last", logits)
                 else:
                     self._core.step([seq], [part], "none", None)
+            return logits if all_logits else logits[0]
         except BaseException:  # Ctrl-C, too
             seq.truncate(length)
             raise
-        return logits if all_logits else logits[0]
 
     def __reduce__(self):
         raise TypeError("a LlamaModel cannot be pickled or copied: its weights are memory of this process; in another "

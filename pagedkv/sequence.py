@@ -314,11 +314,11 @@ class Sequence(SequenceCore):
             write(seq)
             if n:
                 seq.advance(n)
+            return seq
         except BaseException:
             seq.truncate(0)  # gives the blocks back last to first, so that the free stack is as it was
             seq.free()
             raise
-        return seq
 
     def __enter__(self) -> Self:
         return self

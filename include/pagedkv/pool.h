@@ -35,6 +35,7 @@ typedef struct pkv_seq {
     int64_t table_cap;    /* min(max_blocks, pool blocks): a table names a block at most once */
     int64_t n_blocks;
     int64_t seq_len; /* tokens */
+    struct pkv_seq *next; /* for a list of sequences that their owner keeps; not used here */
 } pkv_seq;
 
 /* Bytes of K (or V); 0 where the product does not fit. */

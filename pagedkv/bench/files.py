@@ -22,7 +22,7 @@ def kind_of(path):
     with open_model(path) as file:
         for name in file.names():
             tensor = file.tensor(name)
-            nbytes[tensor.dtype] += tensor.raw.nbytes
+            nbytes[tensor.dtype] += tensor.stored.size
     return nbytes.most_common(1)[0][0].upper()
 
 

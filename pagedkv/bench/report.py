@@ -161,7 +161,18 @@ def print_same_bits(items):
 
 
 def write_json(file, document):
-    Path(file).write_text(json.dumps(document, indent=1) + "\n")
+    """Write a document whole or not at all: where the disk is full, a file that was there before stays."""
+    path, text = Path(file), json.dumps(document, indent=1) + "\n"
+    if path.exists() and (path.is_symlink() or not path.is_file()):  # /dev/stdout, for one
+        path.write_text(text)
+        return
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(text)
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def read_json(file):

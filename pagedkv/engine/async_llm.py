@@ -122,19 +122,27 @@ class AsyncLLM:
 
         def add():
             nonlocal request
-            request = self._engine.add(text, ids, params, request_id)
-            self._listeners[request.number] = request, tell, delta
+            try:
+                request = self._engine.request(text, ids, params, request_id)
+                self._listeners[request.number] = request, tell, delta
+                self._engine.start(request)
+            except BaseException as error:  # this request's alone
+                if request is None or request.number not in self._listeners:
+                    tell(error)
+                else:
+                    self._engine.abort(request, "error", error)
+                    self._tell(request)
 
         def end():
-            if request is not None and not request.finished:
+            if request is not None and request.number in self._listeners:
                 self._engine.abort(request)
                 self._tell(request)
 
-        if not self._send(add):
-            raise RuntimeError("this AsyncLLM was shut down")
-        if request_id is not None:
-            self._by_id[request_id] = end
         try:
+            if not self._send(add):
+                raise RuntimeError("this AsyncLLM was shut down")
+            if request_id is not None:
+                self._by_id[request_id] = end
             while True:
                 output = await outputs.get()
                 if isinstance(output, BaseException):
@@ -182,10 +190,11 @@ class AsyncLLM:
         with self._wake:
             if self._closed:
                 return False
-            self._inbox.append(call)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="pagedkv-engine", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="pagedkv-engine", daemon=True)
+                thread.start()  # raises where the system gives no thread; then nothing has happened
+                self._thread = thread
+            self._inbox.append(call)
             self._wake.notify()
             return True
 
@@ -197,35 +206,43 @@ class AsyncLLM:
                 calls, closed = list(self._inbox), self._closed
                 self._inbox.clear()
             with self._llm._lock:
-                for call in calls:
-                    call()
-                if closed:
-                    for request, *_ in list(self._listeners.values()):
-                        self._engine.abort(request)
-                        self._tell(request)
-                    return
-                if not self._listeners:
-                    continue
                 try:
-                    self._engine.step()
+                    for call in calls:
+                        call()
+                    if not closed and self._listeners:
+                        self._engine.step()
                 except BaseException as error:  # it belongs to whoever waits, and the thread goes on for others
-                    for request, *_ in list(self._listeners.values()):
-                        self._engine.abort(request, "error", error)
+                    self._end_all("error", error)
+                if closed:
+                    self._end_all("abort", None)
+                    return
                 for request, *_ in list(self._listeners.values()):
                     if request.has_news:
                         self._tell(request)
 
+    def _end_all(self, reason, error):
+        for request, *_ in list(self._listeners.values()):
+            try:
+                self._engine.abort(request, reason, error)
+            except BaseException:  # the engine comes back to it
+                request.end(reason, error)
+            self._tell(request)
+
     def _tell(self, request):
-        """Hand what is new to the one who waits for it."""
+        """Hand what is new to the one who waits for it. An exception on the way ends this request, and nothing else."""
         _, tell, delta = self._listeners[request.number]
-        output = request.error or request.output(delta=True)
-        if not delta and request.error is None:
-            output = request.output()
-        if request.finished:
-            del self._listeners[request.number]
+        try:
+            output = request.error or request.output(delta=True)
+            if not delta and request.error is None:
+                output = request.output()
+            is_last = request.finished
+        except BaseException as error:
+            output, is_last = error, True
         try:
             tell(output)
-        except RuntimeError:  # its event loop is closed: nobody waits any more
+        except BaseException:  # its event loop is closed: nobody waits any more
+            is_last = True
+        if is_last:
+            del self._listeners[request.number]
             if not request.finished:
                 self._engine.abort(request)
-                self._listeners.pop(request.number, None)

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import time
+from collections import deque
 
 import numpy as np
 
@@ -69,6 +70,10 @@ class Engine:
         self._busy_s = 0.0
         self._torn = None  # the request that takes a token just now
         self.n_inside = 0  # calls that are changing the engine just now
+        self._live = {}  # request number -> Request that runs or waits, whatever the scheduler's lists hold
+        self._leaving = deque()  # arguments of aborts that are still to be done
+        self._is_busy = False  # a call is under way
+        self._is_cut = False  # one was cut off, and lists and counts may not agree
 
     def check(self, prompt_ids, params):
         """Raise, with the numbers, what keeps a request from ever running; returns its tokens a sample, at most.
@@ -103,7 +108,6 @@ class Engine:
                                 f"the pool has {self.pool.n_blocks}")
         return max_tokens
 
-    @_changes
     def add(self, prompt, prompt_ids, params, request_id=None):
         """Take a request, which :meth:`check` lets pass; it runs with the coming steps.
 
@@ -111,9 +115,23 @@ class Engine:
         -------
         Request
         """
-        request = self._request(prompt, prompt_ids, params, request_id, self.check(prompt_ids, params))
-        self.scheduler.add(request.samples[0])
+        request = self.request(prompt, prompt_ids, params, request_id)
+        self.start(request)
         return request
+
+    def request(self, prompt, prompt_ids, params, request_id=None):
+        """The first half of :meth:`add`: a request that nothing knows yet. Who keeps it before :meth:`start` can end it
+        whatever happens in between."""
+        return self._request(prompt, prompt_ids, params, request_id, self.check(prompt_ids, params))
+
+    @_changes
+    def start(self, request):
+        """The second half: it waits for its turn."""
+        self.settle()
+        self._live[request.number] = request
+        self._is_cut = True
+        self.scheduler.add(request.samples[0])
+        self._is_cut = False
 
     def _request(self, prompt, prompt_ids, params, request_id, max_tokens):
         number, self._n_requests = self._n_requests, self._n_requests + 1
@@ -132,10 +150,36 @@ class Engine:
 
     @_changes
     def abort(self, request, reason="abort", error=None):
-        """End a request now, and give its blocks back. One that has ended stays as it is."""
+        """End a request now, and give its blocks back. One that has ended stays as it is.
+
+        From inside another call (the collector may close a stream anywhere) it takes effect when that one is over."""
+        self._leaving.append((request, reason, error))
+        self.settle()
+
+    def settle(self):
+        """Before anything else: put in order what a call left that was cut off, and end who is to end.
+
+        An exception, Ctrl-C too, may come between any two lines, here as well: what is not done is done by the next
+        call."""
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            if self._is_cut:
+                self._recover()
+            self._is_cut = True
+            while self._leaving:
+                self._end(*self._leaving[0])
+                self._leaving.popleft()
+            self._is_cut = False
+        finally:
+            self._is_busy = False
+
+    def _end(self, request, reason="abort", error=None):
+        request.end(reason, error)
         for sample in request.samples:
             self.scheduler.remove(sample)
-        request.end(reason, error)
+        self._live.pop(request.number, None)
 
     @property
     def has_work(self):
@@ -168,8 +212,9 @@ class Engine:
             while ready is not None or going:
                 while ready is not None and (not going or n_samples + ready[2].n <= most):
                     key, prompt_ids, params = ready
-                    request = self.add(None, prompt_ids, params)
+                    request = self.request(None, prompt_ids, params)
                     going[request.number] = key, request
+                    self.start(request)
                     n_samples += params.n
                     ready = next(coming, None)
                 ended = [going.pop(request.number) for request in step() if request.finished]
@@ -191,36 +236,41 @@ class Engine:
         list of Request
             Those that got a token or ended, each once.
         """
-        started, rows = time.perf_counter(), []
+        self.settle()
+        if self._is_busy:
+            raise RuntimeError("a step was asked for inside a step")
+        started = time.perf_counter()
+        self._is_busy = self._is_cut = True
         try:
-            rows += self.scheduler.schedule()
-            if rows:
-                return self._run(rows)
-            if self.scheduler.waiting:
-                return [self._refuse_first()]
-            return []
+            rows = self.scheduler.schedule()
+            requests = self._run(rows) if rows else [self._refuse_first()] if self.scheduler.waiting else []
+            self._is_cut = False
+            return requests
         except BaseException as error:
-            self._recover(rows, error)
+            self._recover(error)
             raise
         finally:
+            self._is_busy = False
             self._busy_s += time.perf_counter() - started
+            self.settle()
 
-    def _recover(self, rows, error):
-        """After an exception anywhere in a step: nothing runs, and who has not ended waits to be computed anew."""
-        scheduler = self.scheduler
-        requests = {sample.request.number: sample.request
-                    for sample in (*scheduler.running, *scheduler.waiting, *(sample for sample, *_ in rows))}
-        scheduler.reset()
+    def _recover(self, error=None):
+        """After an exception anywhere: nothing runs, and who has not ended waits to be computed anew. May be cut off
+        itself, and done again."""
+        requests = list(self._live.values())
+        self.scheduler.reset([sample for request in requests for sample in request.samples])
         if self._torn is not None:  # its last token may be half there
-            self._torn.end("error", error)
+            self._torn.end("error", error or RuntimeError("the step that gave its last token was cut off"))
             self._torn = None
-        for number in sorted(requests):
-            request = requests[number]
+        for request in requests:  # in the order of arrival
+            if request.finished:
+                self._live.pop(request.number, None)
+                continue
             request.forked = request.forked or request.samples[0].n_generated > 0
             for sample in request.samples if request.forked else request.samples[:1]:
-                sample.seq, sample.path = None, []
                 if sample.finish_reason is None:
-                    scheduler.add(sample)
+                    self.scheduler.add(sample)
+        self._is_cut = False
 
     def _run(self, rows):
         # Rows of logits: for the prompt's log-probabilities those of all its tokens, else those that tokens are drawn
@@ -249,12 +299,14 @@ class Engine:
             self.cache.extend(sample.path, sample.tokens, sample.seq)
         for request in requests:
             if request.error is not None:
-                self.abort(request, "error", request.error)
+                self._end(request, "error", request.error)
                 continue
             self._fork(request)
             for sample in request.samples:
                 if sample.finish_reason is not None:
                     self.scheduler.remove(sample)
+            if request.finished:
+                del self._live[request.number]
         return requests
 
     def _note_blocks(self):
@@ -347,7 +399,7 @@ class Engine:
         n_free = self.pool.n_free + self.cache.n_idle
         error = PoolExhausted(f"needs {needed} blocks, {n_free} of {self.pool.n_blocks} are free while nothing of this "
                               "engine runs: the others are held outside it")
-        self.abort(request, "error", error)
+        self._end(request, "error", error)
         return request
 
     def stats(self):

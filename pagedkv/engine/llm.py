@@ -44,7 +44,7 @@ class Torn:
 
 def _after_fork():
     for llm in _LLMS:
-        llm._lock = Torn() if llm._engine.n_inside else threading.Lock()
+        llm._lock = Torn() if llm._engine.n_inside else threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -123,7 +123,8 @@ class LLM:
         drafter = read_speculative(speculative, model, pool.n_blocks * pool.block_size, pool.block_size)
         self._engine = Engine(model, pool, max_num_seqs, operator.index(max_num_batched_tokens), enable_prefix_caching,
                               seed, drafter)  # fmt: skip
-        self._lock = threading.Lock()  # held for a step, and while requests come and go
+        # Held for a step, and while requests come and go. Reentrant: the collector may close a stream inside a step.
+        self._lock = threading.RLock()
         _LLMS.add(self)
 
     def __reduce__(self):
@@ -145,6 +146,7 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """What the engine does now and has done; see :meth:`pagedkv.engine.core.Engine.stats`."""
         with self._lock:
+            self._engine.settle()
             return self._engine.stats()
 
     def generate(self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
@@ -170,10 +172,11 @@ class LLM:
             A prompt can never run; all are checked before the first step, and the message names which. Whatever is
             raised, Ctrl-C too, ends all requests of this call, and gives their blocks back.
         """
-        with self._lock:
-            requests = self._add_all(self._read_all(prompts, sampling_params))
-        going = list(enumerate(requests))
+        requests = []
         try:
+            with self._lock:
+                self._add_all(self._read_all(prompts, sampling_params), requests)
+            going = list(enumerate(requests))
             with _bar(len(requests), use_tqdm) as bar:
                 while going:
                     self._step([request for _, request in going])
@@ -237,8 +240,7 @@ class LLM:
         requests = []
         try:
             with self._lock:
-                for entry in self._read_all(prompts, sampling_params, check=False):
-                    requests.append(self._add_or_refuse(entry))
+                self._add_all(self._read_all(prompts, sampling_params, check=False), requests)
             going = list(requests)
             while going:
                 for request in going:
@@ -295,22 +297,14 @@ class LLM:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **variables)
         return text, tokenizer.encode(text, add_special_tokens=False)
 
-    def _add_all(self, entries):
-        requests = []
-        try:
-            for text, ids, params, _ in entries:
-                requests.append(self._engine.add(text, ids, params))
-        except BaseException:
-            for request in requests:
-                self._engine.abort(request)
-            raise
-        return requests
-
-    def _add_or_refuse(self, entry):
-        text, ids, params, error = entry
-        if error is None:
-            return self._engine.add(text, ids, params)
-        return self._engine.refused(text, ids, params, error)
+    def _add_all(self, entries, requests):
+        """Start requests, each once it stands in the list of those that the call will end."""
+        for text, ids, params, error in entries:
+            if error is None:
+                requests.append(self._engine.request(text, ids, params))
+                self._engine.start(requests[-1])
+            else:
+                requests.append(self._engine.refused(text, ids, params, error))
 
     def _step(self, requests):
         """One step, unless another thread's steps have brought all of these to their ends already."""
@@ -319,11 +313,19 @@ class LLM:
                 self._engine.step()
 
     def _end(self, requests):
-        """End what has not ended."""
-        with self._lock:
-            for request in requests:
-                if not request.finished:
-                    self._engine.abort(request)
+        """End what has not ended. Cut off by an exception it tries once more."""
+        try:
+            with self._lock:
+                self._abort_all(requests)
+        except BaseException:
+            with self._lock:
+                self._abort_all(requests)
+            raise
+
+    def _abort_all(self, requests):
+        for request in requests:
+            if not request.finished:
+                self._engine.abort(request)
 
 
 def _load(model, weights, compute):

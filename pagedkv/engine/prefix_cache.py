@@ -1,13 +1,16 @@
 """Full blocks of rows, found by their tokens and all tokens before them, kept until their place is needed."""
 
+from pagedkv.sequence import Sequence
+
 
 class Node:
     """A full block in the tree of prefixes: the path from the root spells the tokens before it."""
 
-    __slots__ = ("block_id", "children", "n_users", "parent", "tokens")
+    __slots__ = ("block_id", "children", "n_users", "owner", "parent", "tokens")
 
-    def __init__(self, parent, tokens, block_id):
+    def __init__(self, parent, tokens, block_id, owner):
         self.parent, self.tokens, self.block_id = parent, tokens, block_id
+        self.owner = owner  # the Sequence of this block alone by which the cache owns it, None at the root
         self.children = {}  # tokens of the next block -> Node
         self.n_users = 0  # running sequences whose rows follow this path
 
@@ -30,7 +33,7 @@ class PrefixCache:
 
     def __init__(self, pool, enabled=True):
         self._pool, self._enabled = pool, enabled
-        self._root = Node(None, (), -1)
+        self._root = Node(None, (), -1, None)
         self._idle = {}  # Nodes without users, the longest left first
         self.n_queries = self.n_hits = 0  # tokens asked for, and found
 
@@ -91,15 +94,16 @@ class PrefixCache:
         for i in range(len(path), n_full):
             parent, key = path[-1] if path else self._root, _key(tokens, i * block_size, (i + 1) * block_size)
             node, block_id = parent.children.get(key), int(table[i])
+            if node is None or node.block_id != block_id:
+                # A count that nobody would take back, if an exception came before the next line, cannot be left here:
+                # it goes with the object.
+                owner = Sequence.from_blocks(self._pool, [block_id], block_size)
             if node is None:
-                node = parent.children[key] = Node(parent, key, block_id)
-                self._pool.ref_block(block_id)
+                node = parent.children[key] = Node(parent, key, block_id, owner)
             elif node.block_id != block_id:
                 # Computed twice, the same bits. Own the newer copy: the sequence that holds it runs, and at the worst
                 # alone, when every block that it does not need itself must be free for it.
-                self._pool.ref_block(block_id)
-                self._pool.unref_block(node.block_id)
-                node.block_id = block_id
+                node.block_id, node.owner = block_id, owner
             self.hold([node])
             path.append(node)
 
@@ -110,7 +114,7 @@ class PrefixCache:
             node = next(iter(self._idle))
             del self._idle[node]
             del node.parent.children[node.tokens]
-            self._pool.unref_block(node.block_id)
+            node.owner.free()
         return n
 
 

@@ -33,7 +33,6 @@ class Request:
         self.stop_ids = end_ids | frozenset(params.stop_token_ids)
         self.tokenizer = tokenizer if params.detokenize else None
         self.samples = [Sample(self, i) for i in range(params.n)]
-        self.n_going = params.n  # samples that have not ended
         self.forked = False  # whether the samples past the first have begun
         self.prompt_logprobs = None if params.prompt_logprobs is None else [None]
         self.n_cached = None  # of the prompt's tokens; known when the first sample starts
@@ -42,11 +41,12 @@ class Request:
 
     @property
     def finished(self):
-        return self.n_going == 0
+        return all(sample.finish_reason is not None for sample in self.samples)
 
     def end(self, reason, error=None):
         """End what goes on."""
-        self.error = error
+        if not self.finished:
+            self.error = error
         for sample in self.samples:
             if sample.finish_reason is None:
                 sample.finish(reason)
@@ -151,7 +151,6 @@ class Sample:
 
     def finish(self, reason, stop_reason=None):
         self.finish_reason, self.stop_reason = reason, stop_reason
-        self.request.n_going -= 1
         if self._stream is not None:
             self.text += self._stream.finish()
             self._stream = None

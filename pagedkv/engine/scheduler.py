@@ -65,14 +65,15 @@ class Scheduler:
         self.add(sample)
         self.n_preemptions += 1
 
-    def reset(self):
-        """Forget all samples and free their sequences."""
-        for sample in (*self.running, *self.waiting):
+    def reset(self, samples):
+        """Forget everything, and free the sequences of `samples`: all that there are."""
+        self.running, self.waiting = [], []
+        for sample in samples:
             if sample.seq is not None:
                 sample.seq.free()
+            sample.seq, sample.path = None, []
             if self.drafter is not None:
                 self.drafter.forget(sample)
-        self.running, self.waiting = [], []
         self.cache.leave_all()
 
     def _drop_rows(self, sample):

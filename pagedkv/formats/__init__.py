@@ -22,7 +22,7 @@ def open_model(path):
     Returns
     -------
     ModelFile
-        Nothing is copied: tensors are views of the mapped file.
+        No weight is read yet.
 
     Raises
     ------

@@ -14,7 +14,7 @@ import numpy as np
 from pagedkv.config import LlamaConfig
 from pagedkv.errors import FormatError
 from pagedkv.formats import quants
-from pagedkv.formats.tensor import ModelFile, Tensor, check_config, map_file
+from pagedkv.formats.tensor import FileBytes, ModelFile, Tensor, check_config
 
 # enum ggml_type (ggml.h): those read here, by number.
 _READ_TYPES = {
@@ -41,15 +41,22 @@ _MAX_DIMS = 4
 _MAX_ARRAY_LEN = 2**24
 _MAX_ARRAY_DEPTH = 4
 
+# Read at first of a file, of which the header is a small and unknown part; then twice as much, and so on.
+_HEAD_NBYTES = 1 << 16
+
 _U64 = struct.Struct("<Q")
 
 
 class _Cursor:
-    """A position in the file that never passes its end."""
+    """A position in the file that never passes its end.
 
-    def __init__(self, path, data):
+    ``data`` is the file's beginning, read as far as it was needed."""
+
+    def __init__(self, path, file):
         self.path = path
-        self.data = memoryview(data)
+        self.file = file
+        self.size = file.size
+        self.data = memoryview(b"")
         self.pos = 0
 
     def refuse(self, what):
@@ -58,10 +65,17 @@ class _Cursor:
     def take(self, n, what):
         """Step over ``n`` bytes; returns where they begin."""
         begin = self.pos
-        if n > len(self.data) - begin:
-            self.refuse(f"{what} at byte {begin} needs {n} bytes, the file ends after {len(self.data) - begin}")
+        if n > self.size - begin:
+            self.refuse(f"{what} at byte {begin} needs {n} bytes, the file ends after {self.size - begin}")
         self.pos = begin + n
+        if self.pos > len(self.data):
+            self.read_on(self.pos)
         return begin
+
+    def read_on(self, n):
+        """``data``, which has at least ``n`` bytes then, no more than the file."""
+        self.data = memoryview(self.file[:max(n, 2 * len(self.data), _HEAD_NBYTES)])
+        return self.data
 
     def u32(self, what):
         return int.from_bytes(self.data[self.take(4, what) : self.pos], "little")
@@ -88,12 +102,18 @@ class _Cursor:
         try:
             for _ in range(n):
                 begin = pos + 8
-                pos = begin + length_at(data, pos)[0]
+                if begin > end:
+                    if begin > self.size:
+                        self.refuse(f"element {len(out)} of {what} at byte {pos} passes the end of the file")
+                    data = self.read_on(begin)
+                    end = len(data)
+                pos = begin + length_at(data, begin - 8)[0]
                 if pos > end:
-                    self.refuse(f"element {len(out)} of {what} at byte {begin - 8} passes the end of the file")
+                    if pos > self.size:
+                        self.refuse(f"element {len(out)} of {what} at byte {begin - 8} passes the end of the file")
+                    data = self.read_on(pos)
+                    end = len(data)
                 append(str(data[begin:pos], "utf-8"))
-        except struct.error:
-            self.refuse(f"element {len(out)} of {what} at byte {pos} passes the end of the file")
         except UnicodeDecodeError:
             self.refuse(f"element {len(out)} of {what} at byte {begin} is not UTF-8")
         self.pos = pos
@@ -125,7 +145,7 @@ class _Cursor:
         return self.numbers(kind, n, what)
 
     def numbers(self, kind, n, what):
-        """``n`` numbers, copied, so that metadata does not keep the mapping alive."""
+        """``n`` numbers, copied out of ``data``."""
         dtype = np.dtype("<" + _SCALARS[kind])
         begin = self.take(n * dtype.itemsize, what)
         values = np.frombuffer(self.data, dtype, n, begin)
@@ -136,10 +156,10 @@ class _Cursor:
         return values.astype(bool)
 
 
-def _read_header(path, data):
+def _read_header(path, file):
     """Metadata (dict) and tensors (dict of GGUF name to Tensor, no two sharing a byte)."""
-    cursor = _Cursor(path, data)
-    if bytes(cursor.data[:4]) != b"GGUF":
+    cursor = _Cursor(path, file)
+    if bytes(cursor.read_on(4)[:4]) != b"GGUF":
         cursor.refuse("is not a GGUF file: it does not begin with 'GGUF'")
     cursor.take(4, "magic")
     version = cursor.u32("version")
@@ -153,8 +173,8 @@ def _read_header(path, data):
     # The least that an entry takes: a key of 1 byte, its type and 1 byte; a name of 1 byte,
     # one dimension, type and offset.
     for n, nbytes, what in ((n_keys, 8 + 1 + 4 + 1, "keys"), (n_tensors, 8 + 1 + 4 + 8 + 4 + 8, "tensors")):
-        if n * nbytes > len(cursor.data) - cursor.pos:
-            cursor.refuse(f"{n} {what} do not fit into a file of {len(cursor.data)} bytes")
+        if n * nbytes > cursor.size - cursor.pos:
+            cursor.refuse(f"{n} {what} do not fit into a file of {cursor.size} bytes")
 
     metadata = {}
     for i in range(n_keys):
@@ -199,8 +219,8 @@ def _read_header(path, data):
         if offset % alignment:
             cursor.refuse(f"{what} is not aligned to {alignment} bytes")
         begin = data_begin + offset
-        if begin + nbytes > len(cursor.data):
-            cursor.refuse(f"{what} needs {nbytes} bytes from byte {begin} on, the file has {len(cursor.data)}")
+        if begin + nbytes > cursor.size:
+            cursor.refuse(f"{what} needs {nbytes} bytes from byte {begin} on, the file has {cursor.size}")
         placed[name] = (dtype, shape, begin, begin + nbytes)
     by_begin = sorted(placed, key=lambda name: placed[name][2])
     for before, after in zip(by_begin, by_begin[1:]):
@@ -209,7 +229,7 @@ def _read_header(path, data):
                 f"tensors {before!r} (bytes {placed[before][2]} to {placed[before][3]}) and "
                 f"{after!r} (from byte {placed[after][2]} on) overlap"
             )
-    return metadata, {name: Tensor(name, dtype, shape, data[begin:end]) for name, (dtype, shape, begin, end) in placed.items()}
+    return metadata, {name: Tensor(name, dtype, shape, file.range(begin, end)) for name, (dtype, shape, begin, end) in placed.items()}
 
 
 _NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
@@ -418,8 +438,7 @@ def open_gguf(path):
     -------
     ModelFile
     """
-    data = map_file(path)
-    metadata, stored = _read_header(path, data)
+    metadata, stored = _read_header(path, FileBytes(path))
     config = _read_config(path, metadata, stored)
     check_config(path, config, len(stored))
     tensors = {}

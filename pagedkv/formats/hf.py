@@ -1,7 +1,7 @@
 """Hugging Face directories: ``config.json`` and safetensors, one file or shards.
 
 Own safetensors reader rather than the package's: ``safetensors.numpy`` knows no bfloat16 and
-copies each tensor, while the format is a JSON header and plain bytes that can be mapped. It
+copies each tensor, while the format is a JSON header and plain bytes that can be read where they lie. It
 checks what the package checks (format.md of safetensors: header within the file, no holes, no
 overlap), and the package is the tests' oracle. Configuration fields: transformers'
 LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config and modeling_rope_utils.
@@ -14,7 +14,7 @@ from reprlib import repr as short  # a hostile value may be megabytes long
 from pagedkv.config import LlamaConfig
 from pagedkv.errors import FormatError
 from pagedkv.formats import quants
-from pagedkv.formats.tensor import ModelFile, Tensor, check_config, map_file
+from pagedkv.formats.tensor import FileBytes, ModelFile, Tensor, check_config
 
 _DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
@@ -74,7 +74,7 @@ def read_safetensors(path):
     Returns
     -------
     dict of str to Tensor
-        Views of the mapped file.
+        Of which nothing is read yet.
 
     Raises
     ------
@@ -86,7 +86,7 @@ def read_safetensors(path):
     def refuse(what):
         raise FormatError(f"{path}: {what}")
 
-    data = map_file(path)
+    data = FileBytes(path)
     if data.size < 8:
         refuse(f"{data.size} bytes are too few for a safetensors file")
     header_nbytes = int.from_bytes(data[:8].tobytes(), "little")
@@ -94,7 +94,7 @@ def read_safetensors(path):
         refuse(f"a header of {header_nbytes} bytes does not fit (file: {data.size} bytes, limit: {_MAX_HEADER_NBYTES})")
     header = _parse_object(data[8 : 8 + header_nbytes].tobytes(), f"{path}: the header")
     header.pop("__metadata__", None)
-    data = data[8 + header_nbytes :]
+    data = data.range(8 + header_nbytes, data.size)
 
     entries = []
     for name, entry in header.items():
@@ -128,7 +128,7 @@ def read_safetensors(path):
         covered = end
     if covered != data.size:
         refuse(f"the tensors take {covered} of {data.size} bytes")
-    return {name: Tensor(name, dtype, shape, data[begin:end]) for begin, end, name, dtype, shape in entries}
+    return {name: Tensor(name, dtype, shape, data.range(begin, end)) for begin, end, name, dtype, shape in entries}
 
 
 def _read_tensors(directory):

@@ -136,9 +136,8 @@ def write_saved(path, header, take):
     # Beside the target, so that the move stays within one file system; not by mkstemp, as its files are the owner's
     # alone and this one should have a new file's usual permissions.
     unfinished = path.parent / f".pagedkv-{secrets.token_hex(8)}.tmp"
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
-        with open(descriptor, "wb") as file:
+        with open(unfinished, "xb") as file:
             crc = zlib.crc32(head)
             file.write(head)
             for part, layer, begin, n, row_nbytes in _pieces(header):

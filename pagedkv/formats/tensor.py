@@ -1,11 +1,13 @@
 """Tensors as they lie in a file, the model file that names them, and what must be there.
 
 Both readers end in :func:`check_config` and :class:`ModelFile`, so the loader may trust names,
-shapes and types. Nothing is copied on opening: the bytes stay in the mapped file.
+shapes and types. No weight is read on opening; :class:`FileBytes` reads those that are asked for.
 """
 
+import io
 import math
-import mmap
+import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from pagedkv.rope import rope_inv_freq
 
 
 class Tensor:
-    """One weight, quantised or not, over the bytes of the file.
+    """One weight, quantised or not, in the bytes of the file.
 
     Attributes
     ----------
@@ -26,26 +28,30 @@ class Tensor:
         A key of ``quants.BLOCKS``: ``"f32"``, ``"f16"``, ``"bf16"``, ``"q8_0"``, ...
     shape : tuple of int
         ``(n, k)``, rows of ``k`` values, or ``(n,)``.
-    raw : uint8 array [nbytes], read-only
-        The stored bytes, row after row, each ``row_nbytes`` long; a view of the mapped file
-        that keeps the mapping alive.
+    stored : FileBytes or uint8 array [nbytes]
+        The stored bytes, row after row, each ``row_nbytes`` long; a slice of it is an array.
     row_order : int64 array [n] or None
         Row ``i`` of the tensor is stored row ``row_order[i]``; None: in stored order.
     """
 
-    __slots__ = ("name", "dtype", "shape", "raw", "row_order")
+    __slots__ = ("name", "dtype", "shape", "stored", "row_order")
 
-    def __init__(self, name, dtype, shape, raw, row_order=None):
+    def __init__(self, name, dtype, shape, stored, row_order=None):
         self.name = name
         self.dtype = dtype
         self.shape = shape
-        self.raw = raw
+        self.stored = stored
         self.row_order = row_order
+
+    @property
+    def raw(self):
+        """All stored bytes, uint8 array [nbytes]; of a file: read anew each time, and the caller's own."""
+        return self.stored[:]
 
     @property
     def row_nbytes(self):
         """Bytes of one stored row; of one value, where the tensor has one dimension."""
-        return self.raw.size // self.shape[0]
+        return self.stored.size // self.shape[0]
 
     def float32(self, start=0, stop=None):
         """Rows ``start:stop`` as float32, exactly the values that the codes stand for.
@@ -64,7 +70,7 @@ class Tensor:
         start, stop, _ = slice(start, stop).indices(n)
         stop = max(start, stop)
         if self.row_order is None:
-            raw = self.raw[start * self.row_nbytes : stop * self.row_nbytes]
+            raw = self.stored[start * self.row_nbytes : stop * self.row_nbytes]
             rows = quants.dequantize(raw, self.dtype, (stop - start, k))
         else:
             rows = quants.dequantize(self.raw, self.dtype, (n, k), self.row_order[start:stop])
@@ -78,8 +84,7 @@ class ModelFile:
     """An open model: its configuration and its tensors.
 
     Made by :func:`pagedkv.formats.open_model`. A context manager; :meth:`close` drops the
-    tensors, and the mapping goes with the last view of it. A file that another program
-    shortens while it is mapped kills the process with SIGBUS, like any mapped file.
+    tensors, and the file is closed with the last of them.
 
     Parameters
     ----------
@@ -251,26 +256,74 @@ def check_config(path, config, n_tensors):
             refuse(f"begin or end token {token_id} is outside the vocabulary of {config.vocab_size}")
 
 
-def map_file(path):
-    """Map a file read-only.
+class _File(io.FileIO):
+    """Closed with the last tensor, and no warning: there is no one time to close it."""
 
-    Returns
-    -------
-    uint8 array [file size], read-only
-        The mapping lives as long as any view of this array.
+    def __del__(self):
+        self.close()
+
+
+class FileBytes:
+    """The bytes of a file, or a range of them, read when a slice is asked for.
+
+    Read, not mapped: where another program shortens the file meanwhile, a mapped one would end the process (SIGBUS).
+
+    Parameters
+    ----------
+    path : path
+
+    Attributes
+    ----------
+    size : int
 
     Raises
     ------
     FormatError
-        The file is empty or not a regular file.
+        The file is empty or not a regular file; later, from a slice: it has become shorter.
     OSError
-        It cannot be opened.
+        It cannot be opened or read.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     _ = file.write(b"abcdef"), file.flush()
+    ...     data = FileBytes(file.name)
+    ...     data.size, data[1:3].tobytes(), data.range(2, 6)[:3].tobytes()
+    (6, b'bc', b'cde')
     """
-    if not Path(path).is_file():
-        if Path(path).exists():
-            raise FormatError(f"{path} is not a regular file")
-        raise FileNotFoundError(f"{path} does not exist")
-    with open(path, "rb") as file:
-        if file.seek(0, 2) == 0:
+
+    __slots__ = ("path", "size", "_begin", "_file", "_lock")
+
+    def __init__(self, path):
+        if not Path(path).is_file():
+            if Path(path).exists():
+                raise FormatError(f"{path} is not a regular file")
+            raise FileNotFoundError(f"{path} does not exist")
+        self._file = _File(path)
+        self.path, self.size, self._begin = path, os.fstat(self._file.fileno()).st_size, 0
+        self._lock = threading.Lock()  # the file has one position
+        if self.size == 0:
             raise FormatError(f"{path} is empty")
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+
+    def range(self, begin, end):
+        """The bytes from `begin` up to `end` as a FileBytes of their own; reads nothing."""
+        part = FileBytes.__new__(FileBytes)
+        part.path, part._file, part._lock = self.path, self._file, self._lock
+        part._begin, part.size = self._begin + begin, end - begin
+        return part
+
+    def __getitem__(self, where):
+        """A slice of step 1, uint8 array, new."""
+        start, stop, _ = where.indices(self.size)
+        out = np.empty(max(0, stop - start), np.uint8)
+        begin, n_read = self._begin + start, 0
+        with self._lock:
+            self._file.seek(begin)
+            while n_read < out.size:
+                n = self._file.readinto(out[n_read:])
+                if not n:
+                    raise FormatError(f"{self.path}: ends before byte {begin + out.size}, though it was longer when it "
+                                      "was opened")  # fmt: skip
+                n_read += n
+        return out
