@@ -145,11 +145,6 @@ cdef extern from "pagedkv/attention.h" nogil:
                             int64_t n_segments, int64_t n_threads)
     void pkv_attn_free_plan(pkv_attn_plan *plan)
     int64_t pkv_attn_scratch_len(const pkv_attn_shape *shape)
-    void pkv_attn_run(const pkv_kernels *kernels, const pkv_attn_shape *shape, const pkv_attn_plan *plan,
-                      const pkv_attn_item *item, int64_t layer, const float *q, int64_t ldq, float *out,
-                      int64_t ldout, float *partials, float *scratch)
-    void pkv_attn_join(const pkv_kernels *kernels, const pkv_attn_shape *shape, const pkv_attn_plan *plan,
-                       const pkv_attn_item *item, float *out, int64_t ldout, float *partials)
 
 
 cdef extern from "pagedkv/step.h" nogil:
@@ -158,10 +153,6 @@ cdef extern from "pagedkv/step.h" nogil:
     ctypedef struct pkv_panel:
         const void *data
         int32_t dtype
-    ctypedef struct pkv_rows:
-        const float *x
-        const pkv_int8_group *codes
-        int64_t n
     ctypedef struct pkv_weight:
         const pkv_panel *panels
         int64_t n, k
@@ -203,22 +194,16 @@ cdef extern from "pagedkv/step.h" nogil:
         float *partials
     int64_t pkv_pad(int64_t n)
     int64_t pkv_qkv_len(const pkv_model *m)
-    int64_t pkv_n_groups(int64_t n_panels, int64_t n_threads)
-    void pkv_matmul_group(const pkv_kernels *kernels, pkv_rows rows, const pkv_weight *w, int64_t group,
-                          int64_t n_groups, float *y, float *scratch)
-    void pkv_step_embed(const pkv_step *s, int64_t i)
-    void pkv_step_norm(const pkv_step *s, const float *gamma, int64_t i)
-    void pkv_step_qkv(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups, int thread)
-    void pkv_step_rope_append(const pkv_step *s, int64_t layer, int64_t i)
-    void pkv_step_attend(const pkv_step *s, int64_t layer, int64_t item, int thread)
-    void pkv_step_join(const pkv_step *s, int64_t layer, int64_t item)
-    void pkv_step_quantize_attn(const pkv_step *s, int64_t i)
-    void pkv_step_attn_out(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups, int thread)
-    void pkv_step_gate_up(const pkv_step *s, const pkv_layer *layer, int64_t panel, int thread)
-    void pkv_step_down(const pkv_step *s, const pkv_layer *layer, int64_t group, int64_t n_groups, int thread)
-    void pkv_step_out_norm(const pkv_step *s, int64_t i)
-    void pkv_step_head(const pkv_step *s, int64_t group, int64_t n_groups, int thread)
     int64_t pkv_step_lay_out(pkv_step *s, const pkv_model *m, int64_t n_rows, int64_t n_threads, float *block)
+
+
+cdef extern from "pagedkv/team.h" nogil:
+    void pkv_team_step(const pkv_step *s, int n_threads)
+    void pkv_team_attention(const pkv_kernels *kernels, const pkv_attn_shape *shape, const pkv_attn_plan *plan,
+                            int64_t layer, const float *q, float *out, int64_t ld, float *partials, float *scratch,
+                            int64_t scratch_len, int n_threads)
+    void pkv_team_matmul(const pkv_kernels *kernels, const float *x, pkv_int8_group *codes, int64_t n,
+                         const pkv_weight *w, float *y, float *scratch, int n_threads)
 
 
 cdef extern from "pagedkv/sampling.h" nogil:

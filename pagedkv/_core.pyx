@@ -1,4 +1,4 @@
-# The one entry to compiled code: checks at the door, then nogil and prange over the kernels of
+# The one entry to compiled code: checks at the door, then nogil over the kernels of
 # include/pagedkv. Sections: errors, threads and ISA, pool, sequence, operations, attention, model, sampling.
 # No list comprehensions: where the list cannot grow, Cython 3.3's gives an element back twice, and the process crashes.
 from cython.parallel cimport parallel, prange, threadid
@@ -891,11 +891,8 @@ cdef void fill_panel(const pkv_panel *panel, const unsigned char *raw, int64_t r
 def matmul(const float[:, ::1] x, PackedWeight w not None, float[:, ::1] out, bint int8=False):
     """out [m, n] = x [m, k] times the transpose of w; with int8 its quantised panels meet x in codes."""
     cdef pkv_weight weight = w.view()
-    cdef pkv_rows rows
-    cdef int64_t m = x.shape[0], n_panels = pkv_panels_for(w.n), i
+    cdef int64_t m = x.shape[0]
     cdef int n_threads = team()
-    cdef int64_t n_groups = pkv_n_groups(n_panels, n_threads)
-    cdef uint64_t saved
     if x.shape[1] != w.k or out.shape[0] != m or out.shape[1] != w.n:
         raise error(f"x [{m}, {x.shape[1]}] does not go with w [{w.n}, {w.k}]", (PkvStatus.PKV_ERR_BAD_DIM,))
     if m == 0:
@@ -904,16 +901,8 @@ def matmul(const float[:, ::1] x, PackedWeight w not None, float[:, ::1] out, bi
     cdef int64_t n_code_floats = m * row_groups * <int64_t>(sizeof(pkv_int8_group) // sizeof(float))
     cdef Scratch scratch = Scratch(PKV_MATMUL_SCRATCH * n_threads + n_code_floats)
     cdef pkv_int8_group *codes = <pkv_int8_group *>(scratch.block + PKV_MATMUL_SCRATCH * n_threads)
-    rows.x, rows.codes, rows.n = &x[0, 0], codes if row_groups else NULL, m
-    with nogil, parallel(num_threads=n_threads):
-        saved = pkv_fpenv_enter()
-        if row_groups > 0:
-            for i in prange(m, schedule="static"):
-                KERNELS.quantize_row(&x[i, 0], w.k, codes + i * row_groups)
-        for i in prange(n_groups, schedule="static"):
-            pkv_matmul_group(KERNELS, rows, &weight, i, n_groups, &out[0, 0],
-                             scratch.block + threadid() * PKV_MATMUL_SCRATCH)
-        pkv_fpenv_leave(saved)
+    with nogil:
+        pkv_team_matmul(KERNELS, &x[0, 0], codes if row_groups else NULL, m, &weight, &out[0, 0], scratch.block, n_threads)
 
 
 ctypedef enum row_op:
@@ -1080,17 +1069,10 @@ cdef class Attend:
         cdef pkv_attn_plan *cut = &self.cut
         cdef float *partials = self.partials
         cdef float *scratch = self.scratch
-        cdef int64_t i, ld = shape.n_heads * shape.head_dim, scratch_len = self.scratch_len
+        cdef int64_t ld = shape.n_heads * shape.head_dim, scratch_len = self.scratch_len
         cdef int n_threads = self.n_threads
-        cdef uint64_t saved
-        with nogil, parallel(num_threads=n_threads):
-            saved = pkv_fpenv_enter()
-            for i in prange(cut.n_run, schedule="dynamic"):
-                pkv_attn_run(KERNELS, shape, cut, &cut.run[i], layer, q, ld, out, ld, partials,
-                             scratch + threadid() * scratch_len)
-            for i in prange(cut.n_join, schedule="static"):
-                pkv_attn_join(KERNELS, shape, cut, &cut.join[i], out, ld, partials)
-            pkv_fpenv_leave(saved)
+        with nogil:
+            pkv_team_attention(KERNELS, shape, cut, layer, q, out, ld, partials, scratch, scratch_len, n_threads)
 
 
 cdef pkv_attn_segment paged_segment(const pkv_seq *seq, int64_t row, int64_t n_rows, int64_t visible,
@@ -1317,55 +1299,6 @@ cdef class Batch:
                             f"sequence {failed} of the batch: ", STACK_CHAIN)
 
 
-cdef void run_pass(const pkv_step *s, int n_threads) noexcept nogil:
-    """All layers over the rows of one pass, in one team of threads; each prange ends in a barrier."""
-    cdef const pkv_model *m = s.model
-    cdef const pkv_layer *layer = &m.layers[0]       # all layers are cut alike
-    cdef int64_t i, n
-    cdef int64_t qkv_groups = pkv_n_groups(pkv_panels_for(layer.qkv.n), n_threads)
-    cdef int64_t o_groups = pkv_n_groups(pkv_panels_for(layer.o.n), n_threads)
-    cdef int64_t down_groups = pkv_n_groups(pkv_panels_for(layer.down.n), n_threads)
-    cdef int64_t head_groups = pkv_n_groups(pkv_panels_for(m.vocab_size), n_threads)
-    cdef uint64_t saved
-    with parallel(num_threads=n_threads):
-        saved = pkv_fpenv_enter()
-        for i in prange(s.n_rows, schedule="static"):
-            pkv_step_embed(s, i)
-        for n in range(m.n_layers):
-            # All threads see the same here: it is set only after the next barrier, or before the last.
-            if pkv_stop_is_set(s.stop):
-                break
-            layer = &m.layers[n]
-            for i in prange(s.n_rows, schedule="static"):
-                pkv_step_norm(s, layer.attn_norm, i)
-            for i in prange(qkv_groups, schedule="static"):
-                pkv_step_qkv(s, layer, i, qkv_groups, threadid())
-            for i in prange(s.n_rows, schedule="static"):
-                pkv_step_rope_append(s, n, i)
-            for i in prange(s.plan.n_run, schedule="dynamic"):
-                pkv_step_attend(s, n, i, threadid())
-            if s.plan.n_join > 0:
-                for i in prange(s.plan.n_join, schedule="static"):
-                    pkv_step_join(s, n, i)
-            if s.attn_codes is not NULL:
-                for i in prange(s.n_rows, schedule="static"):
-                    pkv_step_quantize_attn(s, i)
-            for i in prange(o_groups, schedule="static"):
-                pkv_step_attn_out(s, layer, i, o_groups, threadid())
-            for i in prange(s.n_rows, schedule="static"):
-                pkv_step_norm(s, layer.ffn_norm, i)
-            for i in prange(pkv_panels_for(m.ffn_dim), schedule="static"):
-                pkv_step_gate_up(s, layer, i, threadid())
-            for i in prange(down_groups, schedule="static"):
-                pkv_step_down(s, layer, i, down_groups, threadid())
-        for i in prange(s.n_out, schedule="static"):
-            pkv_step_out_norm(s, i)
-        if s.n_out > 0:
-            for i in prange(head_groups, schedule="static"):
-                pkv_step_head(s, i, head_groups, threadid())
-        pkv_fpenv_leave(saved)
-
-
 cdef class ModelCore:
     """Dimensions, and pointers into the weights that it keeps alive. Filled by :mod:`pagedkv.model`."""
 
@@ -1558,7 +1491,7 @@ cdef class ModelCore:
                 batch.steps[i].logits = logits + n_done * self.m.vocab_size
                 n_done += batch.steps[i].n_out
                 with nogil:
-                    run_pass(&batch.steps[i], n_threads)
+                    pkv_team_step(&batch.steps[i], n_threads)
             self.keep_scratch(scratch)
             if pkv_stop_is_set(&stop):
                 batch.undo()

@@ -1,6 +1,5 @@
 /* Steps of a small model on several threads, over one pool, in C alone, so that ThreadSanitizer can watch them: it sees
- * every access of every thread, and a task that reads what another writes without a barrier between is a report. The
- * order of the tasks is that of run_pass in pagedkv/_core.pyx. Logits, K and V must be those of one thread, and a step
+ * every access of every thread, and a task that reads what another writes without a barrier between is a report. Logits, K and V must be those of one thread, and a step
  * that is stopped at any of its polls must leave the pool as it was. Exit status 1 on a difference.
  *   cc -O1 -ffp-contract=off -fopenmp -Iinclude tests/step_check.c -lm -o step_check && ./step_check
  * .ci/sanitize runs it under each sanitizer. With a number as argument it runs so many decode steps of one row on one
@@ -9,14 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#ifdef _OPENMP
-#include <omp.h>
-#else
-static int omp_get_thread_num(void) { return 0; }
-#endif
-
-#include "pagedkv/fpenv.h"
-#include "pagedkv/step.h"
+#include "pagedkv/team.h"
 
 enum { N_LAYERS = 3, HIDDEN = 128, N_HEADS = 8, N_KV_HEADS = 2, HEAD_DIM = 16, FFN = 352, VOCAB = 320, HALF = 8 };
 enum { N_SEQS = 4, MOST_ROWS = 400, N_BLOCKS = 128, BLOCK_SIZE = 16 };
@@ -100,45 +92,6 @@ static void free_model(pkv_model *m) {
     free_weight(m->head);
 }
 
-static void run_pass(const pkv_step *s, int n_threads) {
-    const pkv_model *m = s->model;
-    int64_t qkv_groups = pkv_n_groups(pkv_panels_for(layers[0].qkv.n), n_threads);
-    int64_t o_groups = pkv_n_groups(pkv_panels_for(layers[0].o.n), n_threads);
-    int64_t down_groups = pkv_n_groups(pkv_panels_for(layers[0].down.n), n_threads);
-    int64_t head_groups = pkv_n_groups(pkv_panels_for(m->vocab_size), n_threads);
-    (void)n_threads;
-#pragma omp parallel num_threads(n_threads)
-    {
-        int thread = omp_get_thread_num();
-        uint64_t saved = pkv_fpenv_enter();
-#define EACH(n, schedule_, call)                                                                               \
-    _Pragma(schedule_) for (int64_t i = 0; i < (n); i++) call
-#define STATIC "omp for schedule(static)"
-        EACH(s->n_rows, STATIC, pkv_step_embed(s, i));
-        for (int64_t n = 0; n < m->n_layers; n++) {
-#ifdef PKV_POLL_ROWS
-            if (pkv_stop_is_set(s->stop))
-                break;
-#endif
-            const pkv_layer *layer = &m->layers[n];
-            EACH(s->n_rows, STATIC, pkv_step_norm(s, layer->attn_norm, i));
-            EACH(qkv_groups, STATIC, pkv_step_qkv(s, layer, i, qkv_groups, thread));
-            EACH(s->n_rows, STATIC, pkv_step_rope_append(s, n, i));
-            EACH(s->plan.n_run, "omp for schedule(dynamic)", pkv_step_attend(s, n, i, thread));
-            EACH(s->plan.n_join, STATIC, pkv_step_join(s, n, i));
-            if (s->attn_codes)
-                EACH(s->n_rows, STATIC, pkv_step_quantize_attn(s, i));
-            EACH(o_groups, STATIC, pkv_step_attn_out(s, layer, i, o_groups, thread));
-            EACH(s->n_rows, STATIC, pkv_step_norm(s, layer->ffn_norm, i));
-            EACH(pkv_panels_for(m->ffn_dim), STATIC, pkv_step_gate_up(s, layer, i, thread));
-            EACH(down_groups, STATIC, pkv_step_down(s, layer, i, down_groups, thread));
-        }
-        EACH(s->n_out, STATIC, pkv_step_out_norm(s, i));
-        EACH(head_groups, STATIC, pkv_step_head(s, i, head_groups, thread));
-        pkv_fpenv_leave(saved);
-    }
-}
-
 #ifdef PKV_POLL_ROWS
 static int64_t n_polls, stop_at; /* 0: never */
 
@@ -191,7 +144,7 @@ static int step(const pkv_model *m, pkv_seq **seqs, const int64_t *n_new, int n_
     float *block = need(aligned_alloc(64, (size_t)(n_floats + s.plan.partials_len + 16) / 16 * 64));
     pkv_step_lay_out(&s, m, n, n_threads, block);
     s.partials = block + n_floats;
-    run_pass(&s, n_threads);
+    pkv_team_step(&s, n_threads);
     free(block);
     pkv_attn_free_plan(&s.plan);
 #ifdef PKV_POLL_ROWS

@@ -1,5 +1,5 @@
 /* One step of a Llama-family model: rows of any sequences through the layers, cut into tasks that threads
- * share. Every function here is one task; pagedkv/_core.pyx runs them in parallel, a barrier between kinds.
+ * share. Every function here is one task; team.h runs them in parallel, a barrier between kinds.
  * A row is one token of one sequence. Each weight is read once for all rows of a step. */
 #ifndef PAGEDKV_STEP_H
 #define PAGEDKV_STEP_H
