@@ -353,8 +353,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 got, other = [], model.new_sequence(pool)
 worker = threading.Thread(target=lambda: got.append(model.prefill(few, other, chunk=len(few)).tobytes()))
 press = pressing(pool)
-worker.start()
 try:
+    worker.start()
     while True:
         time.sleep(0.01)
 except KeyboardInterrupt:
