@@ -4,6 +4,7 @@ All of it is asked of the package as it was imported: in .ci/wheels that is an i
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -153,6 +154,36 @@ def test_fma_rounds_once(isa):
     finally:
         _core._set_isa(before)
     assert got.tolist() == np.array(want).tolist()
+
+
+# A fused multiply-add that is none: the sum is rounded to another type first, as mingw-w64 does.
+FMAF = "float {}(float x, float y, float z) {{ volatile {} product = ({})x * y; return (float)(product + z); }}\n"
+
+
+def test_a_wrong_fmaf_is_seen(run_c):
+    kinds = ("double", "long double", "float")
+    functions = "".join("static " + FMAF.format(f"by_{kind.replace(' ', '_')}", kind, kind) for kind in kinds)
+    calls = ", ".join(f"pkv_fma_rounds_once({name})" for name in ("fmaf", "by_double", "by_long_double", "by_float"))
+    program = (f'#include <stdio.h>\n#include "pagedkv/kernels_scalar.h"\n{functions}'
+               f'int main(void) {{ printf("%d %d %d %d\\n", {calls}); return 0; }}\n')  # fmt: skip
+    assert run_c(program) == (0, "1 0 0 0\n")
+
+
+@pytest.mark.skipif(not (sys.platform.startswith("linux") and MACHINE == "x86_64"),
+                    reason="elsewhere fmaf is an instruction, or LD_PRELOAD does not put another in its place")  # fmt: skip
+@pytest.mark.parametrize("rounding", ["twice", "once"])
+def test_import_is_refused_where_fmaf_rounds_twice(tmp_path, rounding):
+    """Instead of other bits than those of other machines."""
+    (tmp_path / "wrong.c").write_text(FMAF.format("fmaf", "double", "double") if rounding == "twice" else "int nothing;\n")
+    subprocess.run([compiler("cc"), "-O1", "-shared", "-fPIC", str(tmp_path / "wrong.c"), "-o", str(tmp_path / "wrong.so")],
+                   check=True)  # fmt: skip
+    preload = f"{os.environ.get('LD_PRELOAD', '')}:{tmp_path / 'wrong.so'}".lstrip(":")
+    done = subprocess.run([sys.executable, "-c", "import pagedkv"], env=child_env(LD_PRELOAD=preload),
+                          capture_output=True, text=True)  # fmt: skip
+    if rounding == "once":
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.stderr.splitlines()[-1].startswith("ImportError: the C library's fmaf rounds twice"), done.stderr
 
 
 @pytest.fixture(scope="module")
