@@ -60,7 +60,7 @@ def test_files_are_there():
     assert {"attention.h", "dispatch.h", "layout.h", "pool.h", "step.h"} | X86 | NEON <= set(HEADERS)
 
 
-@pytest.mark.parametrize("name", ["gcc", "clang"])
+@pytest.mark.parametrize("name", ["gcc", pytest.param("clang", marks=pytest.mark.slow)])
 def test_each_header_compiles_alone(tmp_path, name):
     """In strict C11; those of another architecture are for dispatch.h to leave out."""
     foreign = (set() if MACHINE in ("x86_64", "amd64") else X86) | (set() if MACHINE in ("aarch64", "arm64") else NEON)
