@@ -48,6 +48,10 @@ cdef extern from "pagedkv/fpenv.h" nogil:
     void pkv_fpenv_leave(uint64_t saved)
 
 
+cdef extern from "pagedkv/kernels_scalar.h" nogil:
+    bint pkv_fma_rounds_once(float (*fused)(float, float, float) noexcept nogil)
+
+
 cdef extern from "pagedkv/kv.h" nogil:
     int64_t pkv_kv_group(int dtype)
     int64_t pkv_kv_value_nbytes(int dtype)

@@ -3,7 +3,7 @@
 # No list comprehensions: where the list cannot grow, Cython 3.3's gives an element back twice, and the process crashes.
 from cython.parallel cimport parallel, prange, threadid
 from libc.stdlib cimport calloc, free, malloc
-from libc.math cimport NAN, sqrt
+from libc.math cimport NAN, fmaf, sqrt
 from libc.string cimport memcpy
 cimport cython
 cimport numpy as cnp
@@ -113,6 +113,17 @@ cdef tuple STACK_CHAIN = (Flv4Status.FLV4_ERR_STACK, Stk4Status.STK4_ERR_LAYER)
 
 # ---------------------------------------------------------------------------------------------------
 # Threads and instruction set
+
+cdef bint fma_rounds_once():
+    cdef uint64_t saved = pkv_fpenv_enter()
+    cdef bint once = pkv_fma_rounds_once(fmaf)
+    pkv_fpenv_leave(saved)
+    return once
+
+
+if not fma_rounds_once():
+    raise ImportError("the C library's fmaf rounds twice, as that of mingw-w64 does: the results would have other bits than "
+                      "on other machines, so pagedkv does not run with it; use a build for another C library")
 
 cdef const pkv_kernels *KERNELS = pkv_kernels_for(NULL)
 cdef int N_THREADS = 1

@@ -161,6 +161,13 @@ def test_shutdown_ends_what_runs(model):  # noqa: F811
     llm.shutdown()
 
 
+def test_options_of_an_llm_that_exists_are_refused(model):  # noqa: F811
+    """They would change nothing."""
+    llm = LLM(model, n_blocks=24)
+    with pytest.raises(TypeError, match="n_blocks, seed are chosen when an LLM is made, and this one exists"):
+        AsyncLLM(llm, n_blocks=48, seed=None)
+
+
 def test_beside_calls_of_the_same_llm(model):  # noqa: F811
     llm = LLM(model, n_blocks=64)
     both, params = AsyncLLM(llm), SamplingParams(max_tokens=30, ignore_eos=True, seed=2)

@@ -85,18 +85,24 @@ def test_runs_as_a_script(model):
 # -- types ----------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """What mypy found out of NumPy, for all runs."""
+    return str(tmp_path_factory.mktemp("mypy"))
+
+
 def mypy(folder, *command):
     pytest.importorskip("mypy")
     return subprocess.run([sys.executable, "-m", *command], cwd=folder, env=child_env(), capture_output=True, text=True)
 
 
-def test_examples_pass_mypy_strict():
+def test_examples_pass_mypy_strict(cache):
     paths = [f"examples/{name}.py" for name in NAMES]
-    done = mypy(ROOT, "mypy", "--strict", "--cache-dir", "/dev/null" if sys.platform != "win32" else "nul", *paths)
+    done = mypy(ROOT, "mypy", "--strict", "--cache-dir", cache, *paths)
     assert done.returncode == 0, done.stdout
 
 
-def test_a_wrong_argument_is_seen(tmp_path):
+def test_a_wrong_argument_is_seen(tmp_path, cache):
     """The types say something: a list where a text belongs, a count as a text, a misspelt attribute."""
     (tmp_path / "wrong.py").write_text(
         "import pagedkv as pk\n"
@@ -105,7 +111,7 @@ def test_a_wrong_argument_is_seen(tmp_path):
         "pk.BlockPool(8, 1, 4).n_fre\n"
         "model.tokenizer.decode('text')\n"
         "text: str = model.prefill([1], model.new_sequence(model.new_pool(n_tokens=8)))\n")  # fmt: skip
-    done = mypy(tmp_path, "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml"), "wrong.py")
+    done = mypy(tmp_path, "mypy", "--strict", "--cache-dir", cache, "--config-file", str(ROOT / "pyproject.toml"), "wrong.py")
     for line in (2, 3, 4, 5, 6):
         assert f"wrong.py:{line}: error" in done.stdout
 
@@ -119,6 +125,7 @@ pagedkv\.bench\..*
 """
 
 
+@pytest.mark.slow
 def test_signatures_match_the_runtime(tmp_path):
     """Every public name of the compiled core is in _core.pyi, with its parameters and defaults, and nothing else is."""
     (tmp_path / "allow").write_text(NOT_PUBLIC)

@@ -3,7 +3,9 @@
 All of it is asked of the package as it was imported: in .ci/wheels that is an installed wheel without its source.
 """
 
+import importlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -48,11 +50,17 @@ def compiles(tmp_path, source, *command):
 # -- headers --------------------------------------------------------------------------------------
 
 
-def test_headers_are_there():
+def test_files_are_there():
+    """What is no Python module and is read all the same; each is in pyproject.toml or setup.py by name."""
+    package = Path(pk.__file__).parent
+    for name in ("_core.pxd", "_core.pyi", "py.typed", "bench/ceilings.c"):
+        assert (package / name).is_file(), name
+    for name in ("batch", "bench", "engine", "formats"):
+        importlib.import_module(f"pagedkv.{name}")
     assert {"attention.h", "dispatch.h", "layout.h", "pool.h", "step.h"} | X86 | NEON <= set(HEADERS)
 
 
-@pytest.mark.parametrize("name", ["gcc", "clang"])
+@pytest.mark.parametrize("name", ["gcc", pytest.param("clang", marks=pytest.mark.slow)])
 def test_each_header_compiles_alone(tmp_path, name):
     """In strict C11; those of another architecture are for dispatch.h to leave out."""
     foreign = (set() if MACHINE in ("x86_64", "amd64") else X86) | (set() if MACHINE in ("aarch64", "arm64") else NEON)
@@ -103,12 +111,13 @@ def test_c_consumer(tmp_path):
     if not source.exists():
         pytest.skip("examples/ is not here")
     program = str(tmp_path / "shared_prefix")
-    subprocess.run([compiler("cc"), "-std=c11", "-O1", *QUIET, "-Werror", "-ffp-contract=off", str(source),
+    subprocess.run([compiler("cc"), "-std=c11", "-O0", *QUIET, "-Werror", "-ffp-contract=off", str(source),
                     "-lm", "-o", program], check=True)  # fmt: skip
     # 20 rows of 1; then 20 of 1 and 20 of 3: 2 blocks, of which the full one is shared, and 2 of the second's own.
     assert subprocess.run([program], capture_output=True, text=True).stdout == "means 1 2, blocks in use 4\n"
 
 
+@pytest.mark.slow
 def test_cython_consumer(tmp_path):
     pytest.importorskip("Cython")
     pytest.importorskip("setuptools")
@@ -153,6 +162,36 @@ def test_fma_rounds_once(isa):
     finally:
         _core._set_isa(before)
     assert got.tolist() == np.array(want).tolist()
+
+
+# A fused multiply-add that is none: the sum is rounded to another type first, as mingw-w64 does.
+FMAF = "float {}(float x, float y, float z) {{ volatile {} product = ({})x * y; return (float)(product + z); }}\n"
+
+
+def test_a_wrong_fmaf_is_seen(run_c):
+    kinds = ("double", "long double", "float")
+    functions = "".join("static " + FMAF.format(f"by_{kind.replace(' ', '_')}", kind, kind) for kind in kinds)
+    calls = ", ".join(f"pkv_fma_rounds_once({name})" for name in ("fmaf", "by_double", "by_long_double", "by_float"))
+    program = (f'#include <stdio.h>\n#include "pagedkv/kernels_scalar.h"\n{functions}'
+               f'int main(void) {{ printf("%d %d %d %d\\n", {calls}); return 0; }}\n')  # fmt: skip
+    assert run_c(program) == (0, "1 0 0 0\n")
+
+
+@pytest.mark.skipif(not (sys.platform.startswith("linux") and MACHINE == "x86_64"),
+                    reason="elsewhere fmaf is an instruction, or LD_PRELOAD does not put another in its place")  # fmt: skip
+@pytest.mark.parametrize("rounding", ["twice", "once"])
+def test_import_is_refused_where_fmaf_rounds_twice(tmp_path, rounding):
+    """Instead of other bits than those of other machines."""
+    (tmp_path / "wrong.c").write_text(FMAF.format("fmaf", "double", "double") if rounding == "twice" else "int nothing;\n")
+    subprocess.run([compiler("cc"), "-O1", "-shared", "-fPIC", str(tmp_path / "wrong.c"), "-o", str(tmp_path / "wrong.so")],
+                   check=True)  # fmt: skip
+    preload = f"{os.environ.get('LD_PRELOAD', '')}:{tmp_path / 'wrong.so'}".lstrip(":")
+    done = subprocess.run([sys.executable, "-c", "import pagedkv"], env=child_env(LD_PRELOAD=preload),
+                          capture_output=True, text=True)  # fmt: skip
+    if rounding == "once":
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.stderr.splitlines()[-1].startswith("ImportError: the C library's fmaf rounds twice"), done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,14 @@ static inline int32_t pkv_f32_to_bits(float x) {
     return bits;
 }
 
+/* 1 where fused, the C library's fmaf, rounds once, as all below needs it to. x * y is midway between two floats and
+ * z, too small for a double or a long double to keep beside it, decides; volatile, so that no compiler decides.
+ * To be called in round to nearest (fpenv.h). */
+static inline int pkv_fma_rounds_once(float (*fused)(float, float, float)) {
+    volatile float x = 0x1.001p0f, z = 0x1p-80f;
+    return fused(x, x, z) == 0x1.002002p0f;
+}
+
 /* The fixed tree over 16 lanes: neighbours 8 apart, then 4, 2, 1. Destroys lanes. */
 static inline float pkv_tree_sum_scalar(float *lanes) {
     for (int width = PKV_LANES / 2; width >= 1; width /= 2)

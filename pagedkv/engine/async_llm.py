@@ -34,7 +34,7 @@ class AsyncLLM:
     model : str, os.PathLike, LlamaModel or LLM
         An LLM is used as it is, and its own calls still work; the others become one.
     **options
-        As of :class:`LLM`.
+        As of :class:`LLM`, and not beside one.
 
     Notes
     -----
@@ -50,6 +50,8 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | os.PathLike[str] | LlamaModel | LLM, **options: Any) -> None:
+        if isinstance(model, LLM) and options:
+            raise TypeError(f"{', '.join(options)} are chosen when an LLM is made, and this one exists")
         self._llm = model if isinstance(model, LLM) else LLM(model, **options)
         self._engine = self._llm._engine
         self._wake = threading.Condition()
