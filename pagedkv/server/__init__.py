@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server over AsyncLLM: routes translate, the engine works. Needs ``pip install "pagedkv[server]"``."""
+"""An OpenAI-compatible server over AsyncLLM: routes translate, the engine works. It is the extra ``pagedkv[server]``."""

@@ -157,7 +157,8 @@ class CompletionRequest(_Sampled):
         if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(map(_is_id, prompt))):
             return [prompt]
         if not isinstance(prompt, list) or not prompt:
-            raise ApiError(400, "prompt must be a text, a list of token ids, or a list of these that is not empty", "prompt")
+            raise ApiError(400, "prompt must be a text, a list of token ids, or a list of these that is not empty",
+                           "prompt")  # fmt: skip
         for place, each in enumerate(prompt):
             if not (isinstance(each, str) or (isinstance(each, list) and all(map(_is_id, each)))):
                 raise ApiError(400, f"prompt {place} of the list is neither a text nor a list of token ids", "prompt")
@@ -186,7 +187,8 @@ class Message(BaseModel):
         where = f"messages.{place}"
         for name, value in (self.model_extra or {}).items():
             if value and name not in ("name", "refusal", "annotations"):
-                raise ApiError(400, f"{where}: {name} is not supported here", f"{where}.{name}", "unsupported_parameter")
+                raise ApiError(400, f"{where}: {name} is not supported here", f"{where}.{name}",
+                               "unsupported_parameter")  # fmt: skip
         parts = [{"type": "text", "text": self.content}] if isinstance(self.content, str) else self.content
         if not isinstance(parts, list) or not parts:
             raise ApiError(400, f"{where}.content must be a text or a list of text parts", f"{where}.content")

@@ -84,7 +84,8 @@ class Service:
         """The response to a completion or a chat."""
         self.check_model(request.model)
         if self.log_requests:
-            print(f"pagedkv: {http.url.path} {json.dumps(request.model_dump(exclude_unset=True))}", file=sys.stderr, flush=True)
+            body = json.dumps(request.model_dump(exclude_unset=True))
+            print(f"pagedkv: {http.url.path} {body}", file=sys.stderr, flush=True)
         try:
             params = request.sampling()
             asked = [request.conversation()] if isinstance(request, ChatRequest) else request.prompts()
@@ -103,11 +104,11 @@ class Service:
     def _place_for(self, n):
         """Count so many choices as open, until the ExitStack is left, or refuse them."""
         if n > self._most_open:
-            raise ApiError(400, f"{n} choices (n for each prompt) are more than the {self._most_open} that may run and wait "
-                           "here", "n")  # fmt: skip
+            raise ApiError(400, f"{n} choices (n for each prompt) are more than the {self._most_open} that may run and "
+                           "wait here", "n")  # fmt: skip
         if self._n_open + n > self._most_open:
-            raise ApiError(429, f"the queue is full: {self._n_open} choices run or wait, {self._most_open} may; try again "
-                           "later", code="rate_limit_exceeded", retry_after=str(RETRY_AFTER_S))  # fmt: skip
+            raise ApiError(429, f"the queue is full: {self._n_open} choices run or wait, {self._most_open} may; try "
+                           "again later", code="rate_limit_exceeded", retry_after=str(RETRY_AFTER_S))  # fmt: skip
         held = ExitStack()
         held.callback(self._end, n)
         self._n_open += n
@@ -138,15 +139,16 @@ class Service:
         n, most = len(ids), self.llm._llm.max_model_len
         wanted = params.max_tokens or 1  # fewer may come of None
         if n and n + wanted > most:
-            raise ApiError(400, f"the prompt has {n} tokens and {wanted} are asked for, {n + wanted} together; this server "
-                           f"holds {most}", "prompt", "context_length_exceeded")  # fmt: skip
+            raise ApiError(400, f"the prompt has {n} tokens and {wanted} are asked for, {n + wanted} together; this "
+                           f"server holds {most}", "prompt", "context_length_exceeded")  # fmt: skip
         self.llm._engine.check(ids, params)
 
     async def _pieces(self, answer, prompts, params):
         """What comes of all prompts, as lists of pieces."""
         note, end = self.metrics.watch(answer.n_prompt_tokens)
         try:
-            runs = [self.llm.generate({"prompt": text, "prompt_token_ids": ids}, params, delta=True) for text, ids in prompts]
+            runs = [self.llm.generate({"prompt": text, "prompt_token_ids": ids}, params, delta=True)
+                    for text, ids in prompts]  # fmt: skip
             async with aclosing(_merged(runs)) as outputs:
                 async for place, output in outputs:
                     pieces = answer.pieces(place, output)
@@ -194,7 +196,9 @@ class Service:
 
         ids = await _refusing(encode)
         found = {"count": len(ids), "max_model_len": self.llm._llm.max_model_len, "tokens": ids}
-        return found | ({"token_strs": [tokenizer.id_to_token(each) for each in ids]} if request.return_token_strs else {})
+        if request.return_token_strs:
+            found["token_strs"] = [tokenizer.id_to_token(each) for each in ids]
+        return found
 
     async def detokenize(self, request):
         self.check_model(request.model)
@@ -304,7 +308,7 @@ def make_app(llm, model_name, api_key=None, max_queue=256, cors=(), log_requests
     async def refuse_body(_, error):
         first = error.errors()[0]
         where = ".".join(str(each) for each in first["loc"][1:] if first["type"] != "json_invalid")
-        what = first["msg"] if where else "the body must be a JSON object, with the header Content-Type: application/json"
+        what = first["msg"] if where else "the body must be a JSON object, with Content-Type: application/json"
         return _respond(ApiError(400, f"{where}: {what}" if where else what, where or None))
 
     @app.exception_handler(HTTPException)
