@@ -1,4 +1,4 @@
-"""The command: ``pagedkv generate``, of one prompt or of a file of them, ``pagedkv info`` and ``pagedkv bench``.
+"""The command: ``pagedkv generate``, of one prompt or of a file of them, ``pagedkv serve``, ``info`` and ``bench``.
 
 Nothing of the package is imported here before :func:`main` runs, so that a run of this file alone ends a bad environment
 variable or Ctrl-C during the imports like any other; for ``pagedkv`` and ``python -m pagedkv`` the package itself sees to
@@ -6,8 +6,10 @@ the former.
 """
 
 import argparse
+import ipaddress
 import json
 import os
+import socket
 import sys
 import time
 import warnings
@@ -161,6 +163,32 @@ def _parser():
     command.add_argument("model", help="a .gguf file, a Hugging Face directory or a known name")
     command.set_defaults(run=_info)
 
+    command = commands.add_parser(
+        "serve", help="serve a model over HTTP, with OpenAI's API",
+        description="Serve a model over HTTP, with OpenAI's API. SIGTERM or Ctrl-C ends it when the requests under way "
+        "have ended. See docs/server.md.")  # fmt: skip
+    command.add_argument("--model", default="smollm2-135m", help="as for generate (default: smollm2-135m)")
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
+    command.add_argument("--port", type=int, default=8000, help="0 for one that is free (default: 8000)")
+    command.add_argument("--api-key", metavar="KEY", help="that clients must send (default: PAGEDKV_API_KEY, which other "
+                         "users of this machine do not see; without both, none)")  # fmt: skip
+    command.add_argument("--max-queue", type=_count, default=256, metavar="N", help="choices that may wait for their turn; "
+                         "more are refused with 429 (default: 256)")  # fmt: skip
+    command.add_argument("--max-num-seqs", type=_count, default=64, metavar="N", help="choices at the same time (default: 64)")
+    command.add_argument("--n-blocks", type=_count, metavar="N", help=f"blocks of the KV cache, of {BLOCK_SIZE} tokens "
+                         "(default: full contexts for all, or half of the available memory)")  # fmt: skip
+    command.add_argument("--kv-dtype", choices=["float32", "float16", "bfloat16", "q8_0"], default="float32",
+                         help="how K and V are stored (default: float32)")
+    command.add_argument("--compute", choices=("float32", "int8"), default="float32", help="as for generate")
+    command.add_argument("--speculative", metavar="WHAT", help="as for generate")
+    command.add_argument("--threads", type=_count, metavar="N", help="threads (default: the physical cores)")
+    command.add_argument("--drain-s", type=float, default=30.0, metavar="S", help="seconds that requests under way have "
+                         "to end after SIGTERM (default: 30)")  # fmt: skip
+    command.add_argument("--cors", action="append", default=[], metavar="ORIGIN", help="let pages of this origin use the "
+                         "server; may be given several times (default: none)")  # fmt: skip
+    command.add_argument("--log-requests", action="store_true", help="write requests to standard error, with their texts")
+    command.set_defaults(run=_serve)
+
     commands.add_parser("bench", help="time this machine, pagedkv and its peers")  # has a parser of its own: see _run
     return parser
 
@@ -239,6 +267,54 @@ def _sentence(error):
     else:
         text = str(error)
     return " ".join(text.split()) or type(error).__name__
+
+
+# ---- serve --------------------------------------------------------------------------------------
+
+
+def _serve(args):
+    try:
+        from pagedkv.server import app
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("pagedkv"):
+            raise
+        raise UsageError(f'serve needs {error.name}, which is not installed: pip install "pagedkv[server]"') from None
+    import pagedkv as pk
+
+    api_key = os.environ.get("PAGEDKV_API_KEY") if args.api_key is None else args.api_key
+    if api_key is not None and not api_key.strip():
+        raise UsageError("the API key, of --api-key or PAGEDKV_API_KEY, is empty")
+    if not 0 <= args.port < 2**16:
+        raise UsageError(f"--port must be from 0 to {2**16 - 1}, not {args.port}")
+    if not 0 <= args.drain_s <= 86400:
+        raise UsageError(f"--drain-s must be from 0 to 86400 seconds, not {args.drain_s}")
+    with _bound_socket(args.host, args.port) as sock:  # before the model is loaded, which takes longer to fail
+        options = {name: getattr(args, name) for name in ("n_blocks", "kv_dtype", "max_num_seqs", "compute")}
+        llm = pk.AsyncLLM(args.model, num_threads=args.threads, speculative=_speculative(args), **options)
+        name = os.path.basename(os.path.normpath(args.model)).removesuffix(".gguf")
+        host, port = sock.getsockname()[:2]
+        if api_key is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+            _say(f"pagedkv: warning: whoever reaches {host} may use this server; --api-key asks for a key")
+        ready = f"pagedkv: {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        app.serve(llm, name, sock, lambda: _say(ready), args.drain_s, api_key=api_key, max_queue=args.max_queue, cors=args.cors,
+                  log_requests=args.log_requests)  # fmt: skip
+    return 0
+
+
+def _bound_socket(host, port):
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM,
+                                                             flags=socket.AI_PASSIVE)[0]  # fmt: skip
+        sock = socket.socket(family, kind, proto)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+        except OSError:
+            sock.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"cannot listen on {host}, port {port}: {getattr(error, 'strerror', None) or error}") from None
+    return sock
 
 
 # ---- generate -----------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server over AsyncLLM: routes translate, the engine works. It is the extra ``pagedkv[server]``."""
