@@ -120,6 +120,7 @@ def test_a_wrong_argument_is_seen(tmp_path, cache):
 NOT_PUBLIC = r"""
 pagedkv\._core\.(__reduce_cython__|__setstate_cython__|__test__)
 pagedkv\.lm_eval
+pagedkv\.server\..*
 pagedkv\.sandbox\..*
 pagedkv\.bench\..*
 """
