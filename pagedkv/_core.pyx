@@ -328,7 +328,8 @@ cdef class PoolCore:
         try:
             if self.orphans is not NULL and self._lock.acquire(False):
                 self.exit()
-        except MemoryError:    # the next call reaps
+        except (MemoryError, AttributeError):
+            # The next call reaps. At the interpreter's end the lock may have lost its methods, and there is no next call.
             pass
 
     @property

@@ -259,8 +259,8 @@ def check_config(path, config, n_tensors):
 class _File(io.FileIO):
     """Closed with the last tensor, and no warning: there is no one time to close it."""
 
-    def __del__(self):
-        self.close()
+    # A finaliser in Python would be a place where Ctrl-C is looked at, and dropped.
+    __del__ = io.FileIO.close
 
 
 class FileBytes:
