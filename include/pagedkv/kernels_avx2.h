@@ -14,6 +14,8 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 
+#define PKV_INLINE_AVX2 static inline __attribute__((always_inline))
+
 /* Lane i is live where i < n; any n is allowed, so the upper half of 16 lanes asks with n - 8. */
 static inline __m256i pkv_tail_mask_avx2(int64_t n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -203,7 +205,7 @@ static void pkv_add_f32_avx2(float *y, const float *x, int64_t n) {
  * each k, `ahead` moving by ahead_step. */
 #define PKV_MAX_ROWS_AVX2 3
 #define PKV_MATMUL_ROWS(R)                                                                                     \
-    static inline __attribute__((always_inline)) void pkv_matmul_##R##rows_of_avx2(                            \
+    PKV_INLINE_AVX2 void pkv_matmul_##R##rows_of_avx2(                                                         \
         const float *x, int64_t ldx, const float *panel, int64_t n_k, const float *ahead, int64_t ahead_step,  \
         float *y, int64_t ldy, int accumulate) {                                                               \
         __m256 acc[R][4], x_k[R];                                                                              \
@@ -270,8 +272,6 @@ static void pkv_matmul_f32_avx2(const float *x, int64_t ldx, int64_t n_rows, con
 }
 
 /* ---- Coded weights: four registers of a row of 32 become the float32 values they stand for ---- */
-
-#define PKV_INLINE_AVX2 static inline __attribute__((always_inline))
 
 /* Scales and minima of a group, four registers each, zeros for the float types; dtype is a constant where this is
  * inlined. The scales come times 2^-24, the codes below times 2^24: both exactly, so a product's rounding stays. */
@@ -503,7 +503,7 @@ static void pkv_kv_round_avx2(int dtype, const float *x, int64_t n, uint8_t *val
 }
 
 /* Values [i, i + 8) of a stored row as float32, for a constant dtype; scale: of their group. */
-static inline __attribute__((always_inline)) __m256 pkv_kv_load_avx2(int dtype, const uint8_t *values, int64_t i,
+PKV_INLINE_AVX2 __m256 pkv_kv_load_avx2(int dtype, const uint8_t *values, int64_t i,
                                                                      __m256 scale) {
     if (dtype == PKV_F16)
         return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(values + 2 * i)));
@@ -514,7 +514,7 @@ static inline __attribute__((always_inline)) __m256 pkv_kv_load_avx2(int dtype, 
         scale, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(values + i)))));
 }
 
-static inline __attribute__((always_inline)) void pkv_kv_expand_of_avx2(int dtype, const pkv_kv_rows *rows,
+PKV_INLINE_AVX2 void pkv_kv_expand_of_avx2(int dtype, const pkv_kv_rows *rows,
                                                                         int64_t n_rows, int64_t n, float *out,
                                                                         const uint8_t *next, int64_t next_stride) {
     int64_t value_nbytes = pkv_kv_value_nbytes(dtype);

@@ -120,7 +120,13 @@ def one_round(model, steps, prompts, params, max_num_seqs):
     llm = pk.LLM(model, max_num_seqs=max_num_seqs)
     steps.log, steps.times, ends = [], [], []
     engine_step = llm._engine.step
-    llm._engine.step = lambda: (engine_step(), ends.append(time.perf_counter()))[0]
+
+    def step():
+        requests = engine_step()
+        ends.append(time.perf_counter())
+        return requests
+
+    llm._engine.step = step
     started = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
     spent, inside, log = time.perf_counter() - started, steps.times, steps.log
