@@ -31,7 +31,7 @@ from pagedkv._core import (
 )
 from pagedkv.attention import attention, paged_attention
 from pagedkv.config import LlamaConfig
-from pagedkv.engine import LLM, AsyncLLM, CompletionOutput, Logprob, RequestOutput, SamplingParams
+from pagedkv.engine import LLM, AsyncLLM, CompletionOutput, Logprob, PoolMap, PoolRecord, RequestOutput, SamplingParams
 from pagedkv.errors import (
     BadDimError,
     BadGQAError,
@@ -60,7 +60,7 @@ __all__ = [
     "ApStatus", "AsyncLLM", "BadDimError", "BadGQAError", "Blk4Status", "BlockPool", "BoundsError", "CompletionOutput",
     "ElementCountOverflow", "EmptyShape", "Flv4Status", "FormatError", "KvCacheAppendError", "KvaStatus", "LLM",
     "LlamaConfig", "LlamaModel", "Logprob", "ModelNotFound", "NullError", "PackedWeight", "PagedKVError",
-    "PagedKVIndices", "PkvStatus", "PoolExhausted", "Range", "RequestOutput", "SamplingParams", "Score", "Sequence",
+    "PagedKVIndices", "PkvStatus", "PoolExhausted", "PoolMap", "PoolRecord", "Range", "RequestOutput", "SamplingParams", "Score", "Sequence",
     "SequenceHeader", "Stk4Status", "TokenError", "Tokenizer", "UnsupportedDtype", "attention", "available_isas", "dot",
     "exp", "get_include", "get_num_threads", "isa", "kv_cache_append", "matmul", "pack", "paged_attention",
     "paged_kv_indices", "rmsnorm", "rope", "rope_inv_freq", "score", "set_num_threads", "softmax", "swiglu",

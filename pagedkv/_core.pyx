@@ -355,6 +355,14 @@ cdef class PoolCore:
         return self.ptr.ref_count[block_id]
 
     @property
+    def ref_counts(self):
+        """Owners of every block; an int32 copy ``[n_blocks]``."""
+        cdef cnp.ndarray counts = np.empty(self.ptr.n_blocks, np.int32)
+        self.try_reap()
+        memcpy(cnp.PyArray_DATA(counts), self.ptr.ref_count, self.ptr.n_blocks * sizeof(int32_t))
+        return counts
+
+    @property
     def dtype(self):
         """Type of the stored rows: ``"float32"``, ``"float16"``, ``"bfloat16"`` or ``"q8_0"``."""
         return next(name for name, kv_dtype in KV_DTYPES.items() if kv_dtype == self.ptr.dtype)

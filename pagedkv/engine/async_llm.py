@@ -1,6 +1,7 @@
 """AsyncLLM: the engine for asyncio. One thread steps; requests come and go between steps."""
 
 import asyncio
+import concurrent.futures
 import os
 import threading
 import weakref
@@ -11,6 +12,7 @@ from typing import Any, Self
 from pagedkv.engine.llm import LLM, Message, Prompt, Torn
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.params import SamplingParams
+from pagedkv.engine.pool_map import PoolMap
 from pagedkv.model import LlamaModel
 from pagedkv.pool import BlockPool
 
@@ -87,6 +89,28 @@ class AsyncLLM:
     def stats(self) -> dict[str, Any]:
         """As :meth:`LLM.stats`, and without waiting for the step that runs: numbers may be a step apart."""
         return self._engine.stats()
+
+    async def pool_map(self) -> PoolMap:
+        """As :meth:`LLM.pool_map`, taken by the thread before its next step.
+
+        Raises
+        ------
+        RuntimeError
+            After :meth:`shutdown`.
+        """
+        future = concurrent.futures.Future()
+
+        def take():
+            if future.set_running_or_notify_cancel():
+                try:
+                    self._engine.settle()
+                    future.set_result(self._engine.pool_map())
+                except BaseException as error:  # this call's alone
+                    future.set_exception(error)
+
+        if not self._send(take):
+            raise RuntimeError("this AsyncLLM was shut down")
+        return await asyncio.wrap_future(future)
 
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None,
                        delta: bool = False) -> AsyncIterator[RequestOutput]:

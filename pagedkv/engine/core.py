@@ -7,6 +7,7 @@ from collections import deque
 
 import numpy as np
 
+from pagedkv.engine.pool_map import PoolMap, SampleBlocks
 from pagedkv.engine.prefix_cache import PrefixCache
 from pagedkv.engine.request import Request
 from pagedkv.engine.sampler import Sampler
@@ -67,6 +68,7 @@ class Engine:
         self._end_ids = frozenset(token for token in self._end_ids if 0 <= token < model.config.vocab_size)
         self._n_requests = self._n_tokens = self._n_steps = self._n_drafted = self._n_accepted = 0
         self._most_used = self._most_unshared = 0
+        self.records = []  # PoolRecords that want to see the pool in each step
         self._busy_s = 0.0
         self._torn = None  # the request that takes a token just now
         self.n_inside = 0  # calls that are changing the engine just now
@@ -311,7 +313,10 @@ class Engine:
 
     def _note_blocks(self):
         """Compare the blocks in use with the most so far: in fact, and if each sample had all of its own."""
-        self._most_used = max(self._most_used, self.pool.n_blocks - self.pool.n_free - self.cache.n_idle)
+        n_used = self.pool.n_blocks - self.pool.n_free - self.cache.n_idle
+        self._most_used = max(self._most_used, n_used)
+        for record in self.records:
+            record.note(n_used, self.pool_map)
         block_size = self.pool.block_size
         self._most_unshared = max(self._most_unshared, sum(
             len(self._drawn_with(sample)) * -(-len(sample.seq) // block_size) for sample in self.scheduler.running))
@@ -373,10 +378,13 @@ class Engine:
             return
         request.forked = True
         first = request.samples[0]
+        if first.seq is not None and len(request.samples) > 1 and len(first.seq) % self.pool.block_size:
+            place = len(first.seq) // self.pool.block_size
+            first.shared_tail = place, int(first.seq.block_table[place])
         for sample in request.samples[1:]:
             if sample.finish_reason is None and first.seq is not None:
                 sample.seq = first.seq.fork()
-                sample.path = list(first.path)
+                sample.path, sample.shared_tail = list(first.path), first.shared_tail
                 self.cache.hold(sample.path)
                 self.scheduler.run(sample)
             elif sample.finish_reason is None:
@@ -402,6 +410,18 @@ class Engine:
         self._end(request, "error", error)
         return request
 
+    def pool_map(self):
+        """The pool as it is now; between steps, or where a step has computed its rows.
+
+        Returns
+        -------
+        PoolMap
+        """
+        samples = [SampleBlocks.of(sample) for request in self._live.values() for sample in request.samples
+                   if sample.finish_reason is None]  # fmt: skip
+        return PoolMap(self.pool.block_size, self.pool.ref_counts, self.cache.has_block.copy(), tuple(samples),
+                       self.stats())  # fmt: skip
+
     def stats(self):
         """What the engine does now and has done.
 
@@ -412,8 +432,8 @@ class Engine:
             (kept for later prompts, evicted when needed): all add up to the pool. ``blocks_used_most``,
             ``blocks_unshared_most``: the most that a step had, and that it would have had without sharing.
             ``prefix_queries``,
-            ``prefix_hits``: tokens looked for in the prefix cache, and found. ``preemptions``, ``steps``, ``tokens``:
-            since the start. ``drafted``, ``accepted``: tokens proposed by speculation, and those that were drawn then.
+            ``prefix_hits``: tokens looked for in the prefix cache, and found. ``evicted``: blocks that it gave back for
+            others. ``preemptions``, ``steps``, ``tokens``: since the start. ``drafted``, ``accepted``: tokens proposed by speculation, and those that were drawn then.
             ``tokens_per_s``: drawn in the time that steps took.
         """
         n_free, n_cached = self.pool.n_free, self.cache.n_idle
@@ -422,6 +442,7 @@ class Engine:
             "blocks_free": n_free, "blocks_used": self.pool.n_blocks - n_free - n_cached, "blocks_cached": n_cached,
             "blocks_used_most": self._most_used, "blocks_unshared_most": self._most_unshared,
             "prefix_queries": self.cache.n_queries, "prefix_hits": self.cache.n_hits,
+            "evicted": self.cache.n_evicted,
             "preemptions": self.scheduler.n_preemptions, "steps": self._n_steps, "tokens": self._n_tokens,
             "drafted": self._n_drafted, "accepted": self._n_accepted,
             "tokens_per_s": self._n_tokens / self._busy_s if self._busy_s else 0.0,

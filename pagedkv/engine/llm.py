@@ -5,6 +5,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from pagedkv.engine.core import Engine
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.params import SamplingParams
+from pagedkv.engine.pool_map import PoolMap, PoolRecord
 from pagedkv.engine.speculation import read_speculative
 from pagedkv.errors import PagedKVError
 from pagedkv.model import LlamaModel
@@ -148,6 +150,35 @@ class LLM:
         with self._lock:
             self._engine.settle()
             return self._engine.stats()
+
+    def pool_map(self) -> PoolMap:
+        """Who owns each block now, between two steps: counts and ids, no texts."""
+        with self._lock:
+            self._engine.settle()
+            return self._engine.pool_map()
+
+    @contextmanager
+    def record_pool(self) -> Iterator[PoolRecord]:
+        """Keep the map of the pool at its fullest, of all steps inside the ``with``: a run that ends frees its blocks.
+
+        Yields
+        ------
+        PoolRecord
+            Its `fullest` is the map; a notebook draws it.
+
+        Examples
+        --------
+        >>> with llm.record_pool() as record:                                           # doctest: +SKIP
+        ...     outputs = llm.generate("Once upon a time", pk.SamplingParams(n=8))
+        >>> record.fullest.figure().savefig("pool.png")                                 # doctest: +SKIP
+        """
+        record = PoolRecord()
+        with self._lock:
+            self._engine.records.append(record)
+        try:
+            yield record
+        finally:
+            self._engine.records.remove(record)
 
     def generate(self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
         """Continue prompts.

@@ -1,5 +1,7 @@
 """Full blocks of rows, found by their tokens and all tokens before them, kept until their place is needed."""
 
+import numpy as np
+
 from pagedkv.sequence import Sequence
 
 
@@ -29,13 +31,19 @@ class PrefixCache:
     pool : BlockPool
     enabled : bool
         False: nothing is found and nothing kept.
+
+    Attributes
+    ----------
+    has_block : numpy.ndarray
+        bool ``[n_blocks]``: those that the cache owns.
     """
 
     def __init__(self, pool, enabled=True):
         self._pool, self._enabled = pool, enabled
         self._root = Node(None, (), -1, None)
         self._idle = {}  # Nodes without users, the longest left first
-        self.n_queries = self.n_hits = 0  # tokens asked for, and found
+        self.has_block = np.zeros(pool.n_blocks, bool)
+        self.n_queries = self.n_hits = self.n_evicted = 0  # tokens asked for, tokens found, blocks given back
 
     @property
     def n_idle(self):
@@ -103,7 +111,9 @@ class PrefixCache:
             elif node.block_id != block_id:
                 # Computed twice, the same bits. Own the newer copy: the sequence that holds it runs, and at the worst
                 # alone, when every block that it does not need itself must be free for it.
+                self.has_block[node.block_id] = False
                 node.block_id, node.owner = block_id, owner
+            self.has_block[block_id] = True
             self.hold([node])
             path.append(node)
 
@@ -114,7 +124,9 @@ class PrefixCache:
             node = next(iter(self._idle))
             del self._idle[node]
             del node.parent.children[node.tokens]
+            self.has_block[node.block_id] = False
             node.owner.free()
+        self.n_evicted += n
         return n
 
 

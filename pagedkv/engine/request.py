@@ -70,6 +70,8 @@ class Sample:
         self.tokens = list(request.prompt_ids)
         self.seq = None  # while it runs
         self.path = []  # Nodes of the prefix cache that it uses
+        self.shared_tail = None  # (place in the table, id) of a partly filled block that it began on with others
+        self.preempted = False  # whether it waits as its rows were taken away
         self.n_drafts = None  # worth proposing next, where the engine speculates
         self.ngrams, self.n_looked = None, 0  # the drafter's: places of n-grams, and tokens that are in there
         params = request.params

@@ -62,6 +62,7 @@ class Scheduler:
         """Take a running sample's rows away; it waits, ahead of all that came later."""
         self.running.remove(sample)
         self._drop_rows(sample)
+        sample.preempted = True
         self.add(sample)
         self.n_preemptions += 1
 
@@ -71,7 +72,7 @@ class Scheduler:
         for sample in samples:
             if sample.seq is not None:
                 sample.seq.free()
-            sample.seq, sample.path = None, []
+            sample.seq, sample.path, sample.shared_tail = None, [], None
             if self.drafter is not None:
                 self.drafter.forget(sample)
         self.cache.leave_all()
@@ -83,7 +84,7 @@ class Scheduler:
         if self.drafter is not None:
             self.drafter.forget(sample)
         self.cache.leave(sample.path)
-        sample.path = []
+        sample.path, sample.shared_tail = [], None
 
     def schedule(self):
         """Choose the rows of the next step, and make sure that the pool has blocks for them.
@@ -159,6 +160,8 @@ class Scheduler:
             n_kept = n_rows // block_size
             self.cache.leave(path[n_kept:])
             sample.path = path[:n_kept]
+            sample.shared_tail = (n_kept, path[n_kept].block_id) if n_kept < len(path) else None
+            sample.preempted = False
             self.cache.n_queries += len(sample.tokens)
             self.cache.n_hits += n_rows
             if sample.request.n_cached is None:
