@@ -18,6 +18,7 @@ from dataclasses import replace
 BLOCK_SIZE = 16
 # Rows of a step that a prompt gets: 0.2 to 0.5 s of a 135M model on two cores, after which Ctrl-C is heard.
 STEP_ROWS = 256
+PICTURES = (".png", ".svg", ".pdf")
 MOST = 2**31 - 1  # of any count: what the kernels and block tables count in
 # The arguments that are fields of SamplingParams.
 SAMPLING = ("n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
@@ -141,6 +142,9 @@ def _parser():
     command.add_argument("--speculative", metavar="WHAT", help="check several guessed tokens in a step, for the same "
                          "text sooner where it repeats itself: 'ngram' guesses from the text so far; or a smaller model "
                          "of the same vocabulary guesses, given as for --model")  # fmt: skip
+    command.add_argument("--show", nargs="?", const="pool.png", metavar="FILE", help="draw the blocks at their fullest: "
+                         "which ones the samples shared, and what that saved. FILE ends in .png, .svg or .pdf (default: "
+                         "pool.png); needs matplotlib, pip install \"pagedkv[plot]\"")  # fmt: skip
     command.add_argument("--quiet", action="store_true", help="only the text, and the headers of several samples: no "
                          "last line of statistics; of a batch, no progress")  # fmt: skip
     group = command.add_argument_group(
@@ -201,6 +205,10 @@ def _parse(argv):
             message = (f"the prompt must be one argument, but {others[0]!r} comes after {args.prompt!r}: put the whole "
                        "prompt in quotes")  # fmt: skip
         raise UsageError(f"{message} (see pagedkv {args.command} --help)")
+    if args.command == "generate" and args.show is not None and not args.show.lower().endswith(PICTURES):
+        if args.prompt is not None or args.input is not None:
+            raise UsageError(f"--show's file must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}, not {args.show!r}")
+        args.prompt, args.show = args.show, "pool.png"  # what follows --show is the prompt
     return args
 
 
@@ -371,6 +379,37 @@ def _speculative(args):
     return args.speculative if args.speculative in (None, "ngram") else {"model": args.speculative}
 
 
+def _check_show(args):
+    """Refuse what could not be drawn, before anything is computed."""
+    if args.show is not None:
+        from pagedkv.plot import check_matplotlib
+
+        try:
+            check_matplotlib()
+        except ImportError as error:
+            raise UsageError(str(error)) from None
+        folder = os.path.dirname(args.show) or "."
+        if not os.path.isdir(folder):
+            raise UsageError(f"--show {args.show}: there is no folder {folder}")
+
+
+def _record(args, engine):
+    """The PoolRecord of what an engine runs from now on, where --show wants one."""
+    from pagedkv.engine import PoolRecord
+
+    record = PoolRecord()
+    if args.show is not None:
+        engine.records.append(record)
+    return record
+
+
+def _show(args, record):
+    """Draw what was recorded."""
+    if record.fullest is not None:
+        record.fullest.figure().savefig(args.show)
+        _say(f"pagedkv: the pool at its fullest is in {args.show}")
+
+
 def _blocks_needed(n_prompt, n, max_tokens):
     """Blocks that n samples of a prompt take at most: its full ones once, then each sample's own.
 
@@ -405,6 +444,7 @@ def _generate(args):
     from pagedkv.tokenizer import Tokenizer
 
     params = _sampling(args)
+    _check_show(args)
     if args.threads:
         pk.set_num_threads(args.threads)
     prompt = _read_prompt(args)
@@ -439,6 +479,7 @@ def _generate(args):
 
     samples, n_tokens, n_first = _Samples(params.n), 0, 0
     started = first = time.perf_counter()
+    record = _record(args, llm._engine)
     try:
         for output in llm.stream({"prompt_token_ids": ids}, params):
             if output.error is not None:
@@ -454,6 +495,7 @@ def _generate(args):
             samples.end()
         raise
     ended = time.perf_counter()
+    _show(args, record)
     if args.quiet:
         return 0
     # The first tokens come of the prompt's logits: no step of decoding made them.
@@ -491,6 +533,7 @@ def _generate_batch(args):
     if args.prompt is not None:
         raise UsageError("give a prompt or --input, not both")
     defaults = _sampling(args)
+    _check_show(args)
     try:
         batch.check_params(defaults)
     except batch.LineError as error:
@@ -522,6 +565,7 @@ def _generate_batch(args):
             pool = model.new_pool(n_blocks=args.n_blocks, block_size=BLOCK_SIZE, dtype=args.kv_dtype, n_seqs=n_seqs)
             drafter = read_speculative(_speculative(args), model, pool.n_blocks * BLOCK_SIZE, BLOCK_SIZE)
             engine = Engine(model, pool, n_seqs, 512, drafter=drafter)
+            record = _record(args, engine)
             progress = batch.Progress(plan, engine, None if args.quiet else sys.stderr)
             with batch.stop_signals() as received:
                 try:
@@ -530,6 +574,7 @@ def _generate_batch(args):
                     raise UsageError(f"{_sentence(error)}; {_so_far(outcome, output)}") from None
                 finally:
                     progress.close()
+            _show(args, record)
     finally:
         output.close()
         if args.input != "-":

@@ -53,7 +53,7 @@ def compiles(tmp_path, source, *command):
 def test_files_are_there():
     """What is no Python module and is read all the same; each is in pyproject.toml or setup.py by name."""
     package = Path(pk.__file__).parent
-    for name in ("_core.pxd", "_core.pyi", "py.typed", "bench/ceilings.c"):
+    for name in ("_core.pxd", "_core.pyi", "py.typed", "bench/ceilings.c", "server/page.html"):
         assert (package / name).is_file(), name
     for name in ("batch", "bench", "engine", "formats"):
         importlib.import_module(f"pagedkv.{name}")

@@ -30,6 +30,10 @@ class Answer:
         self._usage_in_events = bool(request.stream_options and request.stream_options.include_usage)
 
     @property
+    def id(self):
+        return self._head["id"]
+
+    @property
     def n_prompt_tokens(self):
         return sum(len(ids) for _, ids in self._prompts)
 

@@ -18,6 +18,7 @@ from pagedkv.server.answer import ChatAnswer, CompletionAnswer
 from pagedkv.server.api import ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from pagedkv.server.door import Door, log
 from pagedkv.server.metrics import Metrics
+from pagedkv.server.page import Viewers, page
 
 RETRY_AFTER_S = 1
 
@@ -68,6 +69,7 @@ class Service:
     def __init__(self, llm, model_name, max_queue=256, log_requests=False):
         self.llm, self.model_name, self.log_requests = llm, model_name, log_requests
         self.metrics = Metrics(llm, model_name)
+        self.viewers = Viewers(llm, _event)
         self._most_open = llm._engine.scheduler.max_num_seqs + max_queue
         self._n_open = 0  # choices that were taken and have not ended
 
@@ -147,8 +149,8 @@ class Service:
         """What comes of all prompts, as lists of pieces."""
         note, end = self.metrics.watch(answer.n_prompt_tokens)
         try:
-            runs = [self.llm.generate({"prompt": text, "prompt_token_ids": ids}, params, delta=True)
-                    for text, ids in prompts]  # fmt: skip
+            runs = [self.llm.generate({"prompt": text, "prompt_token_ids": ids}, params, f"{answer.id}-{place}", True)
+                    for place, (text, ids) in enumerate(prompts)]  # fmt: skip
             async with aclosing(_merged(runs)) as outputs:
                 async for place, output in outputs:
                     pieces = answer.pieces(place, output)
@@ -181,6 +183,13 @@ class Service:
             except ApiError as error:
                 yield _event(error.body())
         yield "data: [DONE]\n\n"
+
+    def watch(self):
+        """The pool, live."""
+        self.viewers.enter()
+        held = ExitStack()
+        held.callback(self.viewers.leave)
+        return _Events(self.viewers.events(), held)
 
     async def tokenize(self, request):
         self.check_model(request.model)
@@ -274,7 +283,7 @@ def make_app(llm, model_name, api_key=None, max_queue=256, cors=(), log_requests
     model_name : str
         That clients name.
     api_key : str, optional
-        That clients must send; asked by all routes but ``/health``.
+        That clients must send; asked by all routes but ``/health`` and ``/``, the page without its data.
     max_queue : int
         Choices that may wait beside those that the engine runs at a time.
     cors : list of str
@@ -286,7 +295,7 @@ def make_app(llm, model_name, api_key=None, max_queue=256, cors=(), log_requests
     -------
     fastapi.FastAPI
     """
-    service = Service(llm, model_name, max_queue, log_requests)
+    service, front = Service(llm, model_name, max_queue, log_requests), page()
 
     @asynccontextmanager
     async def lifespan(_):
@@ -315,6 +324,14 @@ def make_app(llm, model_name, api_key=None, max_queue=256, cors=(), log_requests
     async def refuse_other(http, error):
         message = f"{http.method} {http.url.path}: {error.detail}"
         return _respond(ApiError(error.status_code, message, **(error.headers or {})))
+
+    @app.get("/")
+    async def root():
+        return front
+
+    @app.get("/pool")
+    async def pool():
+        return service.watch()
 
     @app.get("/health")
     async def health():
@@ -370,6 +387,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets=None):
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._drain_s, loop.run_in_executor, None, self._llm.shutdown)
+        self.config.app.state.service.viewers.close()  # who only watches is not waited for
         await super().shutdown(sockets)
         timer.cancel()
 

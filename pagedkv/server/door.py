@@ -7,7 +7,7 @@ import traceback
 from pagedkv.server.api import ApiError
 
 MOST_BODY_NBYTES = 8 << 20  # a million token ids; prompts that a context holds are far smaller
-OPEN_PATHS = {"/health"}  # asked by who has no key
+OPEN_PATHS = {"/health", "/"}  # asked by who has no key; the page asks its user for one
 
 
 class Door:
