@@ -186,7 +186,7 @@ def _rectangle(x, y, width, height, colour=None):
 
 def _colour(hue, level, dark, empty=False):
     """OKLCH in sRGB (Ottosson 2020), three numbers in [0, 1]."""
-    lightness, chroma = (0.29 if dark else 0.94, 0.03) if empty else (LIGHTNESS[dark][level], CHROMA[level])
+    lightness, chroma = ((0.32, 0.045) if dark else (0.94, 0.03)) if empty else (LIGHTNESS[dark][level], CHROMA[level])
     a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
     l, m, s = ((lightness + x * a + y * b) ** 3 for x, y in (
         (0.3963377774, 0.2158037573), (-0.1055613458, -0.0638541728), (-0.0894841775, -1.2914855480)))  # fmt: skip

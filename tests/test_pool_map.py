@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_cli import gguf, run  # noqa: F401  (fixtures)
 from test_engine import ids, model, requests  # noqa: F401  (model is a fixture)
 
 import pagedkv as pk
@@ -299,3 +300,57 @@ def test_no_text_of_a_request_is_in_a_map(model):  # noqa: F811
     assert "secret" not in repr(llm.pool_map().samples) + repr(llm.pool_map())
     assert not any(isinstance(getattr(sample, name), (Request, list)) for sample in llm.pool_map().samples
                    for name in sample.__slots__)  # fmt: skip
+
+
+# ---- pagedkv generate --show --------------------------------------------------------------------
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The maps that were drawn."""
+    from pagedkv import plot
+
+    pytest.importorskip("matplotlib")
+    maps, draw = [], plot.draw_pool
+    monkeypatch.setattr(plot, "draw_pool", lambda pool_map, dark=False: maps.append(pool_map) or draw(pool_map, dark))
+    return maps
+
+
+@pytest.mark.parametrize("args, name", [
+    (["--show", "hello you"], "pool.png"), (["hello you", "--show"], "pool.png"), (["--show=my.SVG", "hello you"], "my.SVG"),
+    (["--show", "my.pdf", "hello you"], "my.pdf")])  # fmt: skip
+def test_generate_draws_its_blocks(run, gguf, drawn, tmp_path, monkeypatch, args, name):  # noqa: F811
+    """What the statistics say was used and saved is what is in the picture; the text is the same without it."""
+    monkeypatch.chdir(tmp_path)
+    command = ["generate", "--model", gguf, "-n", "3", "--max-tokens", "40", "--ignore-eos"]
+    plain = run(*command, "hello you")
+    status, out, err = run(*command, *args)
+    assert (status, out.split("[")[0], err) == (0, plain[1].split("[")[0], f"pagedkv: the pool at its fullest is in {name}\n")
+    (pool_map,) = drawn
+    n_used = np.count_nonzero(pool_map.ref_counts)
+    assert f"{n_used} blocks used, {pool_map.n_saved} saved by sharing]" in out
+    begins = {"png": b"\x89PNG", "pdf": b"%PDF", "SVG": b"<?xml"}[name.split(".")[1]]
+    assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+def test_a_batch_draws_its_blocks(run, gguf, drawn, tmp_path):  # noqa: F811
+    (tmp_path / "in.jsonl").write_text('{"prompt": "hello you", "n": 4}\n{"prompt": "hello"}\n')
+    command = ["generate", "--model", gguf, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", "--quiet",
+               "--max-tokens", "30", "--n-blocks", "50", "--show", tmp_path / "blocks.png"]  # fmt: skip
+    assert run(*command)[0] == 0 and (tmp_path / "blocks.png").exists()
+    assert {sample.number for sample in drawn[0].samples} == {0, 1} and drawn[0].n_blocks == 50
+    assert run(*command) == (0, "", "") and len(drawn) == 1  # all rows are there: nothing ran
+
+
+@pytest.mark.parametrize("args, why", [
+    (["x", "--show", "pool.gif"], "--show's file must end in .png, .svg or .pdf, not 'pool.gif'"),
+    (["--show", "nowhere/pool.png", "x"], "--show nowhere/pool.png: there is no folder nowhere")])  # fmt: skip
+def test_refusals_of_show(run, gguf, args, why):  # noqa: F811
+    pytest.importorskip("matplotlib")
+    assert run("generate", "--model", gguf, *args) == (2, "", f"pagedkv: error: {why}\n")
+
+
+def test_show_without_matplotlib(run, gguf, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, out, err = run("generate", "--model", gguf, "--show", "x")
+    assert (status, out) == (2, "") and 'not installed: pip install "pagedkv[plot]"' in err
