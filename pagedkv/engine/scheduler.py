@@ -141,11 +141,19 @@ class Scheduler:
         """Start those who wait, oldest first, while rows and blocks are left.
 
         A sample starts where all its rows fit beside what the prompts under way still need, and not only the first
-        chunk: else long prompts would push each other out halfway."""
+        chunk: else long prompts would push each other out halfway. One whose next block is just being computed by
+        another waits for it, and those behind it may go ahead: of prompts that begin alike and come together, the
+        first computes the beginning for all."""
         rows, block_size = [], self.pool.block_size
-        while self.waiting and self._n_rows > 0 and len(self.running) < self.max_num_seqs:
-            sample = self.waiting[0]
+        coming = {self.cache.next_block(each.path, each.tokens) for each in self.running} - {None}
+        place = 0
+        while (place < min(len(self.waiting), self.max_num_seqs) and self._n_rows > 0
+               and len(self.running) < self.max_num_seqs):  # fmt: skip
+            sample = self.waiting[place]
             path = [] if sample.needs_prompt_logits else self.cache.find(sample.tokens)
+            if not sample.needs_prompt_logits and self.cache.next_block(path, sample.tokens) in coming:
+                place += 1
+                continue
             self.cache.hold(path)
             # The last token's logits are wanted even where its row is there: its block is then copied and the row
             # computed once more.
@@ -163,7 +171,8 @@ class Scheduler:
             self.cache.n_hits += n_rows
             if sample.request.n_cached is None:
                 sample.request.n_cached = n_rows
-            self.running.append(self.waiting.pop(0))
+            self.running.append(self.waiting.pop(place))
+            coming |= {self.cache.next_block(sample.path, sample.tokens)} - {None}
             self._n_taken += needed
             n = self._share(sample)
             if n:
