@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import queue
 import random
 import re
 import signal
@@ -10,8 +11,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -439,6 +442,91 @@ def test_a_client_that_goes_frees_its_blocks(server, stream):
     assert 0 < server.metric("generation_tokens_total") - before < n_times * 16 * 600
 
 
+class Gated:
+    """Stands in for `model.step`: a step begins, says so, and computes when the test lets it."""
+
+    def __init__(self, model):
+        self._step, self._begun, self._go = model.step, queue.Queue(), threading.Semaphore(0)
+        model.step = self
+
+    def __call__(self, batch, **options):
+        self._begun.put(None)
+        self._go.acquire(timeout=CHILD_SECONDS)
+        return self._step(batch, **options)
+
+    async def next(self):
+        """Let the step go that has begun; return when the one after it has begun."""
+        self._go.release()
+        await self.begun()
+
+    async def begun(self):
+        await asyncio.to_thread(self._begun.get, timeout=CHILD_SECONDS)
+
+    def open(self):
+        self._go.release(10**6)
+
+
+class Gone:
+    """A client of an ASGI application in this process, which goes away when it is told to."""
+
+    def __init__(self, app, body):
+        self._content = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        self._has_gone = asyncio.Event()
+        scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+                 "path": "/v1/completions", "query_string": b"", "headers": [(b"content-type", b"application/json")]}  # fmt: skip
+        self.served = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    async def _receive(self):
+        if self._content:
+            return self._content.pop()
+        await self._has_gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, _):
+        pass
+
+    async def go(self):
+        """Return when the application knows it."""
+        self._has_gone.set()
+        await self.served
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("n_steps", "max_num_seqs", "where"), [(1, 1, (1, 2)), (1, 16, (2, 1)), (12, 16, (7, 0))],
+                         ids=["waiting", "prefilling", "decoding"])  # fmt: skip
+def test_a_client_that_goes_is_not_in_the_next_step(gguf, stream, n_steps, max_num_seqs, where):
+    """Wherever its request, of two prompts with three samples each, is by then."""
+    pytest.importorskip("fastapi")
+    from pagedkv.server.app import make_app
+
+    llm = pk.AsyncLLM(gguf, n_blocks=100, max_num_seqs=max_num_seqs, max_num_batched_tokens=16)
+    scheduler, gate, app = llm._llm._engine.scheduler, Gated(llm.model), make_app(llm, "tiny")
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 600, "ignore_eos": True, "stream": stream}
+
+    async def all_of_it():
+        other = Gone(app, body)
+        await gate.begun()
+        mine = Gone(app, body | {"prompt": ["a" * 60, "b" * 60], "n": 3})
+        while len(llm._inbox) < 2:
+            await asyncio.sleep(0)
+        for _ in range(n_steps):
+            await gate.next()
+        assert (len(scheduler.running), len(scheduler.waiting)) == where
+        await mine.go()
+        await gate.next()
+        alone, = scheduler.running
+        assert alone.request.prompt == "a" and not scheduler.waiting
+        assert llm.stats()["blocks_used"] == len(alone.seq.block_table)
+        await other.go()
+
+    try:
+        asyncio.run(asyncio.wait_for(all_of_it(), CHILD_SECONDS))
+    finally:
+        gate.open()
+        llm.shutdown()
+    assert llm.stats()["blocks_used"] == 0
+
+
 def test_a_full_queue_is_429(gguf):
     import openai
 
@@ -563,6 +651,57 @@ def test_metrics(server, client):
     grown = {name: server.metric(name) - before[name] for name in names}
     assert (usage.prompt_tokens, usage.completion_tokens) == (3, 18)
     assert list(grown.values()) == [3, 18, 1, 16, 3, 1]
+
+
+def test_the_dashboard_shows_every_metric(server, client):
+    """And none that is not there."""
+    file = Path(__file__).parents[1] / "docs" / "grafana.json"
+    if not file.is_file():
+        pytest.skip("the source tree with docs/grafana.json is not here")
+    board = json.loads(file.read_text())
+    client.completions.create(model="tiny", prompt="abc")  # a reason for an end
+    text = server.get("/metrics").text
+    there = set(re.findall(r"^(pagedkv:\w+){", text, re.M))
+    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    shown = set(re.findall(r"pagedkv:\w+", " ".join(expressions)))
+    assert shown <= there
+    families = {name for name, kind in re.findall(r"^# TYPE (pagedkv:\w+) (\w+)$", text, re.M)
+                if not name.endswith("_created")}  # fmt: skip
+    assert {name.removesuffix("_bucket") for name in shown} == families
+
+    variables = {each["name"]: each for each in board["templating"]["list"]}
+    assert set(variables) == {"datasource", "model"} and variables["datasource"]["query"] == "prometheus"
+    of_variable = {"type": "prometheus", "uid": "${datasource}"}
+    assert variables["model"]["datasource"] == of_variable
+    taken = set()
+    for panel in board["panels"]:
+        assert panel["datasource"] == of_variable == panel["targets"][0]["datasource"]
+        place = panel["gridPos"]
+        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        assert not cells & taken and max(cells)[0] < 24
+        taken |= cells
+    for expression in expressions:  # each sample is of the model that was chosen
+        assert expression.count("pagedkv:") == expression.count('{model_name=~"$model"}')
+        assert expression.count("(") == expression.count(")")
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"]) == len({p["title"] for p in board["panels"]})
+
+
+def test_shared_blocks_are_those_with_several_owners(gguf):
+    """Four samples of a prompt of two blocks and a bit; another request has begun alike; and one that shares nothing."""
+    from pagedkv.server.metrics import Metrics
+
+    llm = pk.LLM(gguf, n_blocks=60)
+    streams = [llm.stream([prompt], pk.SamplingParams(n=n, max_tokens=60, ignore_eos=True, seed=1))
+               for prompt, n in (("a" * 35, 4), ("a" * 16 + "b" * 20, 1), ("c" * 40, 1))]  # fmt: skip
+    for stream in streams:
+        next(stream), next(stream)
+    counts = Counter(block for sample in llm._engine.scheduler.running for block in sample.seq.block_table.tolist())
+    metrics = Metrics(pk.AsyncLLM(llm), "tiny")
+    assert sorted(counts.values())[-2:] == [4, 5]
+    assert "pagedkv:kv_cache_blocks_shared{model_name=\"tiny\"} 2.0" in metrics.text().decode()
+    for stream in streams:
+        stream.close()
+    assert "pagedkv:kv_cache_blocks_shared{model_name=\"tiny\"} 0.0" in metrics.text().decode()
 
 
 # ---- Without the extra --------------------------------------------------------------------------
