@@ -704,6 +704,81 @@ def test_shared_blocks_are_those_with_several_owners(gguf):
     assert "pagedkv:kv_cache_blocks_shared{model_name=\"tiny\"} 0.0" in metrics.text().decode()
 
 
+# ---- The load of pagedkv.bench.server -----------------------------------------------------------
+
+EVENT = b'data: {"choices":[{"index":0,"text":"%b","finish_reason":%b}]}\n\n'
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunked(*chunks):
+    return b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
+
+
+WHOLE = HEAD + chunked(EVENT % (b"a", b"null"), EVENT % (b"", b"null") + EVENT % (b"b", b'"length"'), b"data: [DO", b"NE]\n\n")
+
+
+@pytest.mark.parametrize(("sent", "fate", "text", "n_times"), [
+    (WHOLE + chunked(b""), "ended", "ab", 2),
+    (WHOLE, "lost", "ab", 2),  # its last chunk is missing
+    (HEAD + chunked(EVENT % (b"a", b"null"), b""), "lost", "a", 1),
+    (HEAD + chunked(EVENT % (b"a", b"null"))[:-5], "lost", "", 0),
+    (HEAD + chunked(EVENT % (b"a", b"null"), b"data: [DONE]\n\n", b""), "lost", "a", 1),  # without a reason
+    (HEAD + chunked(b'data: {"error": {"message": "no"}}\n\n', b"data: [DONE]\n\n", b""), "failed", "", 0),
+    (b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\n\r\n{}", "refused", "", 0),
+    (b"HTTP/1.1 20", "lost", "", 0),
+    (b"", "lost", "", 0),
+])  # fmt: skip
+def test_the_load_sees_what_became_of_a_request(sent, fate, text, n_times):
+    from pagedkv.bench import server as load
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        for i in range(0, len(sent), 7):  # cut anywhere
+            writer.write(sent[i:i + 7])
+            await writer.drain()
+        writer.close()
+
+    async def ask():
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            return await load.Client(f"http://127.0.0.1:{port}", "tiny").ask_all([{"prompt": "a"}], 1)
+
+    (got,), _ = asyncio.run(asyncio.wait_for(ask(), CHILD_SECONDS))
+    assert (got.fate, got.text, len(got.times)) == (fate, text, n_times)
+    assert got.times == sorted(got.times)
+    if fate != "ended":
+        with pytest.raises(load.CheckFailed, match=f"request 0 was {fate}"):
+            load.check_fates([got])
+
+
+def run_load(path, kind, *args):
+    return subprocess.run([sys.executable, "-m", "pagedkv.bench.server", kind, "--model", path, "--threads", "1", "--tokens", "4,40",
+                           "--prompt-chars", "60", *args], capture_output=True, text=True, timeout=5 * CHILD_SECONDS,
+                          env=child_env())  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "args", "said"), [
+    ("throughput", ["--requests", "20", "--rounds", "1"], "20 requests, 64 at a time, all texts equal"),
+    ("burst", ["--requests", "60", "--check", "10"], "10 of those that ended are equal to LLM.generate's"),
+    ("steady", ["--requests", "20", "--seconds", "2", "--fraction", "0.3", "--check", "3"], "none lost"),
+    ("latency", ["--concurrency", "1,8", "--requests", "2"], "llama.cpp's server skipped"),
+])  # fmt: skip
+def test_load(gguf, tmp_path, kind, args, said):
+    if kind == "latency":
+        args = [*args, "--peer-python", str(tmp_path / "no-python")]
+    done = run_load(gguf, kind, *args, "--json", tmp_path / "load.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert said in done.stdout
+    found = json.loads((tmp_path / "load.json").read_text())[kind]
+    if kind == "burst":
+        assert sum(found["rounds"][0]["fates"].values()) == 60 and found["rounds"][0]["fates"]["left"] > 0
+        assert all(state["blocks_used"] == 0 for state in found["states"][1:])
+    if kind == "latency":
+        assert [(row["server"], row["concurrency"], row["requests"]) for row in found["rows"]] == [
+            ("pagedkv", 1, 2), ("pagedkv", 8, 32)]  # fmt: skip
+        assert done.stdout.count("\n| ") == 3
+
+
 # ---- Without the extra --------------------------------------------------------------------------
 
 

@@ -2,9 +2,9 @@
 
     python -m pagedkv.bench.server throughput | burst | steady | latency [--help]
 
-``throughput``: tokens/s at some concurrency beside ``LLM.generate`` on the same requests, in turns; every text must be
-equal. ``burst``: many requests at once, a third of whose clients leave midway. ``steady``: Poisson arrivals at a part of
-the capacity measured just before. ``latency``: time to the first token and between tokens, beside llama.cpp's server.
+``throughput``: tokens/s at some concurrency beside ``LLM.generate`` on the same requests, in turns; every text must
+be equal. ``burst``: many requests at once, a third of whose clients leave midway. ``steady``: Poisson arrivals at a
+part of the capacity measured just before. ``latency``: to the first token and between tokens, beside llama.cpp's.
 """
 
 import argparse
@@ -92,12 +92,14 @@ class Exchange(asyncio.Protocol):
         self.ended.set_result(None)
 
     def chunks(self):
-        """Status, and (time, bytes) of the chunks of the body; None in the place of the last one if it never came."""
+        """Status, 0 of nothing, and (time, bytes) of the chunks of the body; None at the end if it was cut off."""
         raw, ends = b"".join(self.pieces), np.cumsum([len(piece) for piece in self.pieces])
-        head, _, _ = raw.partition(b"\r\n\r\n")
-        status, at, found = int(head[9:12] or 0), len(head) + 4, []
+        head, there, _ = raw.partition(b"\r\n\r\n")
+        if not there:
+            return 0, [None]
+        status, at, found = int(head[9:12]), len(head) + 4, []
         if b"transfer-encoding: chunked" not in head.lower():
-            return status, [(self.times[-1], raw[at:])] if raw else [None]
+            return status, [(self.times[-1], raw[at:])]
         while True:
             size = re.compile(rb"([0-9a-f]+)\r\n", re.I).match(raw, at)
             if size is None or len(raw) < size.end() + int(size[1], 16) + 2:
@@ -132,7 +134,7 @@ class Answer:
         lines, is_done = b"", False
         if status != 200:
             self.fate = "left" if exchange.left else "refused" if status else "lost"
-            self.said = chunks[0][1].decode(errors="replace") if chunks[0] else ""
+            self.said = b"".join(chunk[1] for chunk in chunks if chunk is not None).decode(errors="replace")
             return
         for chunk in chunks:
             if chunk is None:
@@ -146,7 +148,7 @@ class Answer:
                         self._take(came, json.loads(line[6:]))
         if self.said:
             self.fate = "failed"
-        elif is_done and self.finish_reason is not None:
+        elif is_done and chunks[-1] is not None and self.finish_reason is not None:
             self.fate = "ended"
         else:
             self.fate = "left" if exchange.left else "lost"
@@ -201,8 +203,8 @@ def make_bodies(n, args, first=0, **fields):
     """Bodies of `n` completions, always the same ones; from another `first`, others."""
     texts, rng = all_texts(), random.Random(first)
     least, most = map(int, args.tokens.split(","))
-    return [{"prompt": f"{i}. {texts[i % N_TEXTS]}"[: args.prompt_chars], "seed": i, "max_tokens": rng.randint(least, most),
-             **fields} for i in range(first, first + n)]  # fmt: skip
+    return [{"prompt": f"{i}. {texts[i % N_TEXTS]}"[: args.prompt_chars], "seed": i,
+             "max_tokens": rng.randint(least, most), **fields} for i in range(first, first + n)]  # fmt: skip
 
 
 # ---- Servers, and the offline engine ------------------------------------------------------------
@@ -221,7 +223,8 @@ class Server:
 
     def __init__(self, command, model, threads):
         environment = dict(os.environ, OMP_NUM_THREADS=str(threads), OPENBLAS_NUM_THREADS="1")
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                        env=environment)  # fmt: skip
         self.said = []
         for line in self.process.stdout:
             self.said.append(line)
@@ -275,15 +278,16 @@ def of_process(pid):
 
 
 def start_ours(args, max_queue=256):
-    command = [sys.executable, "-m", "pagedkv", "serve", "--model", args.model, "--port", "0", "--compute", args.compute,
-               "--threads", str(args.threads), "--max-num-seqs", str(args.max_num_seqs), "--max-queue", str(max_queue)]  # fmt: skip
+    command = [sys.executable, "-m", "pagedkv", "serve", "--model", args.model, "--port", "0", "--compute",
+               args.compute, "--threads", str(args.threads), "--max-num-seqs", str(args.max_num_seqs),
+               "--max-queue", str(max_queue)]  # fmt: skip
     if args.n_blocks:
         command += ["--n-blocks", str(args.n_blocks)]
     return Server(command, Path(args.model).name.removesuffix(".gguf"), args.threads)
 
 
 def start_peer(args, n_context):
-    """llama.cpp's server. It answers one request at a time, and would cut that off for the next one unless told not to."""
+    """llama.cpp's server, which answers one request at a time, and would cut it off for the next unless told not to."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     path = str(hub.find_model(args.model))
@@ -350,7 +354,7 @@ def check_texts(answers, texts):
     """Refuse answers that are not the offline engine's."""
     wrong = [i for i, (answer, text) in enumerate(zip(answers, texts, strict=True)) if answer.text != text]
     if wrong:
-        raise CheckFailed(f"{len(wrong)} of {len(texts)} answers are not those of LLM.generate, the first of them is {wrong[0]}")
+        raise CheckFailed(f"{len(wrong)} of {len(texts)} answers are not LLM.generate's, the first is {wrong[0]}")
 
 
 def check_all_ended(answers):
@@ -363,6 +367,7 @@ def throughput(args):
     """tokens/s of the server and of LLM.generate, in turns."""
     rounds = []
     with start_ours(args, max_queue=args.concurrency) as server, Offline(args) as offline:
+        os.nice(args.nice)  # now, that they do not inherit it
         warm_up = make_bodies(args.max_num_seqs, args, first=10**6, **SAMPLED | {"max_tokens": 8})
         check_texts(asyncio.run(server.client.ask_all(warm_up, args.concurrency))[0], offline.generate(warm_up)[0])
         for i in range(args.rounds):
@@ -379,25 +384,26 @@ def throughput(args):
             check_all_ended(answers)
             check_texts(answers, texts)
             cpu = [a["cpu_s"] - b["cpu_s"] if a else None for a, b in zip(after, before)]
-            rounds.append({"tokens": n_tokens, "offline_tokens_s": n_tokens / offline_s, "server_tokens_s": n_tokens / server_s,
-                           "ratio": offline_s / server_s, "server_s": server_s, "server_cpu_s": cpu[0],
-                           "client_cpu_s": cpu[1], **latencies(answers)})  # fmt: skip
-            spent = "" if None in cpu else (f"; of {server_s:.1f} s the server used {cpu[0]:.1f} processor seconds and the "
-                                            f"client {cpu[1]:.1f}")  # fmt: skip
+            rounds.append({"tokens": n_tokens, "offline_tokens_s": n_tokens / offline_s,
+                           "server_tokens_s": n_tokens / server_s, "ratio": offline_s / server_s, "server_s": server_s,
+                           "server_cpu_s": cpu[0], "client_cpu_s": cpu[1], **latencies(answers)})  # fmt: skip
+            spent = "" if None in cpu else (f"; of {server_s:.1f} s the server used {cpu[0]:.1f} processor seconds and "
+                                            f"the client {cpu[1]:.1f}")  # fmt: skip
             print(f"round {i}: server {n_tokens / server_s:.0f} tokens/s, offline {n_tokens / offline_s:.0f}: "
                   f"{offline_s / server_s:.1%}{spent}", flush=True)  # fmt: skip
     ratios = [each["ratio"] for each in rounds]
     best = max(each["server_tokens_s"] for each in rounds), max(each["offline_tokens_s"] for each in rounds)
-    print(f"{args.requests} requests, {args.concurrency} at a time, all texts equal: median {median(ratios):.1%} of the offline "
-          f"engine's tokens/s, {min(ratios):.1%} to {max(ratios):.1%}; best of each: {best[0]:.0f} of {best[1]:.0f}, "
-          f"{best[0] / best[1]:.1%}", flush=True)  # fmt: skip
+    print(f"{args.requests} requests, {args.concurrency} at a time, all texts equal: median {median(ratios):.1%} of "
+          f"the offline engine's tokens/s, {min(ratios):.1%} to {max(ratios):.1%}; best of each: {best[0]:.0f} of "
+          f"{best[1]:.0f}, {best[0] / best[1]:.1%}", flush=True)  # fmt: skip
     return {"rounds": rounds, "median_ratio": median(ratios), "best_ratio": best[0] / best[1]}
 
 
 def print_state(when, state):
     files = "" if "rss_mb" not in state else (f"{state['rss_mb']:.0f} MB resident, {state['threads']} threads, "
                                               f"{state['files']} files; ")  # fmt: skip
-    print(f"{when}: {files}{state['blocks_used']:.1%} of the blocks used, {state['blocks_cached']:.0f} cached", flush=True)
+    print(f"{when}: {files}{state['blocks_used']:.1%} of the blocks used, {state['blocks_cached']:.0f} cached",
+          flush=True)  # fmt: skip
 
 
 def check_given_back(state):
@@ -416,7 +422,8 @@ def burst(args):
         for i in range(args.rounds):
             bodies = make_bodies(args.requests, args, first=i * args.requests, **SAMPLED)
             rng = random.Random(i)
-            leaving = {k: rng.randint(0, bodies[k]["max_tokens"] // 2) for k in rng.sample(range(len(bodies)), len(bodies) // 3)}
+            leaving = {k: rng.randint(0, bodies[k]["max_tokens"] // 2)
+                       for k in rng.sample(range(len(bodies)), len(bodies) // 3)}  # fmt: skip
             answers, took = asyncio.run(server.client.ask_all(bodies, args.concurrency, leaving))
             server.wait_until_idle()
             states.append(server.state())
@@ -450,8 +457,9 @@ def steady(args):
         answers, took = asyncio.run(server.client.ask_all(bodies, args.concurrency))
         check_all_ended(answers)
         rate = args.fraction * len(bodies) / took
-        print(f"capacity {len(bodies) / took:.2f} requests/s, {sum(body['max_tokens'] for body in bodies) / took:.0f} tokens/s, "
-              f"at {args.concurrency} at a time; now {rate:.2f} requests/s for {args.seconds:.0f} s", flush=True)  # fmt: skip
+        n_tokens = sum(body["max_tokens"] for body in bodies)
+        print(f"capacity {len(bodies) / took:.2f} requests/s, {n_tokens / took:.0f} tokens/s, at {args.concurrency} at "
+              f"a time; now {rate:.2f} requests/s for {args.seconds:.0f} s", flush=True)  # fmt: skip
         states = [server.state()]
         print_state("before", states[0])
         bodies, answers, minutes = asyncio.run(_arrive(args, server, rate, states))
@@ -487,8 +495,8 @@ async def _arrive(args, server, rate, states):
             minutes.append({"at_s": time.perf_counter() - began, "sent": len(tasks), "fates": dict(fates),
                             **latencies(done[n_before:])})  # fmt: skip
             print_state(f"{minutes[-1]['at_s']:.0f} s: {len(tasks)} sent, {len(tasks) - len(done)} under way, "
-                        f"{', '.join(f'{n} {fate}' for fate, n in sorted(fates.items()))}; first {_pair(minutes[-1]['first'])}, "
-                        f"between {_pair(minutes[-1]['between'])} ms", state)  # fmt: skip
+                        f"{', '.join(f'{n} {fate}' for fate, n in sorted(fates.items()))}; first "
+                        f"{_pair(minutes[-1]['first'])}, between {_pair(minutes[-1]['between'])} ms", state)
             n_before = len(done)
 
     reporter = asyncio.ensure_future(report_minutes())
@@ -521,14 +529,16 @@ def latency(args):
         with server:
             asyncio.run(server.client.ask_all(make_bodies(2, args, first=10**6, **GREEDY), 1))
             for level in levels:
-                bodies = make_bodies(args.requests * level if level < 8 else 4 * level, args, first=1000 * level, **GREEDY)
+                n_requests = args.requests * level if level < 8 else 4 * level
+                bodies = make_bodies(n_requests, args, first=1000 * level, **GREEDY)
                 answers, took = asyncio.run(server.client.ask_all(bodies, level))
                 check_fates(answers)
                 n_texts = sum(len(answer.times) for answer in answers)
                 rows.append({"server": name, "concurrency": level, "requests": len(bodies), "texts_s": n_texts / took,
                              **latencies(answers)})  # fmt: skip
                 print(f"{name}, {level} at a time: {len(bodies)} requests in {took:.1f} s", flush=True)
-    print("\n| at a time | server | first token, ms: p50 | p99 | between tokens, ms: p50 | p99 | tokens/s |\n|---|---|---|---|---|---|---|")
+    print("\n| at a time | server | first token, ms: p50 | p99 | between tokens, ms: p50 | p99 | tokens/s |")
+    print("|---|---|---|---|---|---|---|")
     for row in sorted(rows, key=lambda row: row["concurrency"]):
         cells = [f"{each:.0f}" for name in ("first", "between") for each in row[name].values()]
         print(f"| {row['concurrency']} | {row['server']} | {' | '.join(cells)} | {row['texts_s']:.0f} |")
@@ -542,36 +552,44 @@ def parse():
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--model", default="smollm2-135m")
     shared.add_argument("--compute", choices=("float32", "int8"), default="float32")
-    shared.add_argument("--threads", type=int, default=pk.get_num_threads(), help="of each engine (default: %(default)s)")
+    shared.add_argument("--threads", type=int, default=pk.get_num_threads(), help="of each engine")
     shared.add_argument("--max-num-seqs", type=int, default=64)
-    shared.add_argument("--n-blocks", type=int, help="of the KV cache (default: the engine's)")
-    shared.add_argument("--tokens", default="64,128", help="to come, of each request: least and most (default: 64,128)")
-    shared.add_argument("--prompt-chars", type=int, default=400, help="of a prompt, at most; some 4 a token (default: 400)")
-    shared.add_argument("--nice", type=int, default=0, help="of the client, which shares the machine with the server")
+    shared.add_argument("--n-blocks", type=int, help="of the KV cache; None: the engine's choice")
+    shared.add_argument("--tokens", default="64,128", help="to come, of each request: least and most")
+    shared.add_argument("--prompt-chars", type=int, default=400, help="of a prompt, at most; some 4 a token")
     shared.add_argument("--json", metavar="FILE", help="write the results")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     kinds = parser.add_subparsers(required=True, dest="kind")
-    kind = kinds.add_parser("throughput", parents=[shared], help="tokens/s beside LLM.generate, on the same requests in turns")
+
+    def add(name, what):
+        formatter = argparse.ArgumentDefaultsHelpFormatter
+        return kinds.add_parser(name, parents=[shared], help=what, formatter_class=formatter)
+
+    kind = add("throughput", "tokens/s beside LLM.generate, on the same requests in turns")
     kind.add_argument("--concurrency", type=int, default=64)
-    kind.add_argument("--requests", type=int, default=256, help="of a round (default: 256)")
+    kind.add_argument("--requests", type=int, default=256, help="of a round")
     kind.add_argument("--rounds", type=int, default=5)
-    kind = kinds.add_parser("burst", parents=[shared], help="many at once, a third of whose clients leave midway")
+    kind.add_argument("--nice", type=int, default=0, help="of the client, which shares the machine with the server")
+    kind = add("burst", "many at once, a third of whose clients leave midway")
     kind.add_argument("--concurrency", type=int, default=256)
-    kind.add_argument("--requests", type=int, default=1000, help="of a round (default: 1000)")
+    kind.add_argument("--requests", type=int, default=1000, help="of a round")
     kind.add_argument("--rounds", type=int, default=2)
-    kind.add_argument("--check", type=int, default=100, help="answers to compare with LLM.generate's (default: 100)")
-    kind = kinds.add_parser("steady", parents=[shared], help="Poisson arrivals at a part of the capacity")
-    kind.add_argument("--concurrency", type=int, default=64, help="at which the capacity is measured (default: 64)")
-    kind.add_argument("--requests", type=int, default=256, help="to measure the capacity with (default: 256)")
-    kind.add_argument("--fraction", type=float, default=0.8, help="of the capacity (default: 0.8)")
+    kind.add_argument("--check", type=int, default=100, help="answers to compare with LLM.generate's")
+    kind = add("steady", "Poisson arrivals at a part of the capacity")
+    kind.add_argument("--concurrency", type=int, default=64, help="at which the capacity is measured")
+    kind.add_argument("--requests", type=int, default=256, help="to measure the capacity with")
+    kind.add_argument("--fraction", type=float, default=0.8, help="of the capacity")
     kind.add_argument("--seconds", type=float, default=3600)
-    kind.add_argument("--check", type=int, default=100, help="answers to compare with LLM.generate's (default: 100)")
-    kind = kinds.add_parser("latency", parents=[shared], help="a table of latencies, beside llama.cpp's server")
-    kind.add_argument("--concurrency", default="1,4,16,64", help="(default: 1,4,16,64)")
+    kind.add_argument("--check", type=int, default=100, help="answers to compare with LLM.generate's")
+    kind = add("latency", "a table of latencies, beside llama.cpp's server")
+    kind.add_argument("--concurrency", default="1,4,16,64", help="at a time, in turn")
     kind.add_argument("--requests", type=int, default=16, help="of each client where there are fewer than 8; else 4")
-    kind.add_argument("--peer-python", default=sys.executable, metavar="PYTHON", help='of an environment with "llama-cpp-'
-                      'python[server]" (default: this one)')  # fmt: skip
-    return parser.parse_args()
+    kind.add_argument("--peer-python", default=sys.executable, metavar="PYTHON",
+                      help='of an environment with "llama-cpp-python[server]"')
+    args = parser.parse_args()
+    if args.json and not Path(args.json).resolve().parent.is_dir():
+        parser.error(f"--json: there is no directory for {args.json}")  # now, not after an hour
+    return args
 
 
 def main():
@@ -582,14 +600,14 @@ def main():
         return 2
     machine = report.machine()
     print(f"{machine['cpu']}, {machine['isa']}, {args.threads} threads, {args.model}, {args.compute}", flush=True)
-    os.nice(args.nice)
     try:
         found = globals()[args.kind](args)
     except (CheckFailed, ServerFailed) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
     if args.json:
-        report.write_json(args.json, {"schema": report.SCHEMA, "machine": machine, "arguments": vars(args), args.kind: found})
+        document = {"schema": report.SCHEMA, "machine": machine, "arguments": vars(args), args.kind: found}
+        report.write_json(args.json, document)
     return 0
 
 

@@ -232,7 +232,7 @@ class AsyncLLM:
             self._tell(request)
 
     def _tell(self, request):
-        """Put what is new before the one who waits for it. An exception on the way ends this request, and nothing else."""
+        """Put what is new before who waits for it. An exception on the way ends this request, and nothing else."""
         _, loop, outputs, delta = self._listeners[request.number]
         try:
             output = request.error or request.output(delta=True)

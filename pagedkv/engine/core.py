@@ -413,8 +413,8 @@ class Engine:
             held by more than one sequence; that the cache holds one does not count. ``blocks_used_most``,
             ``blocks_unshared_most``: the most that a step had, and that it would have had without sharing.
             ``prefix_queries``, ``prefix_hits``: tokens looked for in the prefix cache, and found. ``preemptions``,
-            ``steps``, ``tokens``: since the start. ``drafted``, ``accepted``: tokens proposed by speculation, and those that were drawn then.
-            ``tokens_per_s``: drawn in the time that steps took.
+            ``steps``, ``tokens``: since the start. ``drafted``, ``accepted``: tokens proposed by speculation, and
+            those that were drawn then. ``tokens_per_s``: drawn in the time that steps took.
         """
         n_free, n_cached = self.pool.n_free, self.cache.n_idle
         # Without a lock, as AsyncLLM asks: a sequence may be taken away meanwhile.

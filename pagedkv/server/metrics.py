@@ -42,7 +42,7 @@ class Metrics:
             ("num_requests_waiting", "Choices that wait for their turn.", stats["waiting"]),
             ("kv_cache_usage_perc", "Part of the blocks that running choices hold; 1 is all.",
              stats["blocks_used"] / self._llm.pool.n_blocks),
-            ("kv_cache_blocks_shared", "Blocks that more than one running choice holds; the prefix cache is not counted.",
+            ("kv_cache_blocks_shared", "Blocks that several running choices hold; the prefix cache is not counted.",
              stats["blocks_shared"]),
             ("kv_cache_blocks_cached", "Blocks kept for later prompts, evicted when needed.", stats["blocks_cached"]),
         ):  # fmt: skip
