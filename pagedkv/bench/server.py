@@ -174,10 +174,12 @@ class Client:
         content = json.dumps({"model": self.model, "stream": True, **body}).encode()
         request = (f"POST /v1/completions HTTP/1.1\r\nHost: {self.host}\r\nContent-Type: application/json\r\n"
                    f"Connection: close\r\nContent-Length: {len(content)}\r\n\r\n").encode() + content  # fmt: skip
-        began = time.perf_counter()
-        loop = asyncio.get_running_loop()
-        _, exchange = await loop.create_connection(lambda: Exchange(request, leave_after), self.host, self.port)
-        await exchange.ended
+        began, exchange = time.perf_counter(), Exchange(request, leave_after)
+        try:
+            await asyncio.get_running_loop().create_connection(lambda: exchange, self.host, self.port)
+            await exchange.ended
+        except OSError:  # nothing has come, and that is how it is read
+            pass
         return Answer(began, exchange)
 
     async def ask_all(self, bodies, concurrency, leave_after=None):
@@ -425,13 +427,13 @@ def burst(args):
             leaving = {k: rng.randint(0, bodies[k]["max_tokens"] // 2)
                        for k in rng.sample(range(len(bodies)), len(bodies) // 3)}  # fmt: skip
             answers, took = asyncio.run(server.client.ask_all(bodies, args.concurrency, leaving))
-            server.wait_until_idle()
-            states.append(server.state())
             fates = Counter(answer.fate for answer in answers)
             print(f"round {i}: {len(bodies)} requests, {args.concurrency} at once, {took:.1f} s: "
                   f"{', '.join(f'{n} {fate}' for fate, n in sorted(fates.items()))}", flush=True)  # fmt: skip
-            print_state("after", states[-1])
             check_fates(answers, leaving)
+            server.wait_until_idle()
+            states.append(server.state())
+            print_state("after", states[-1])
             check_given_back(states[-1])
             ended = [k for k, answer in enumerate(answers) if answer.fate == "ended"]
             sample = sorted(rng.sample(ended, min(args.check, len(ended))))
@@ -463,10 +465,10 @@ def steady(args):
         states = [server.state()]
         print_state("before", states[0])
         bodies, answers, minutes = asyncio.run(_arrive(args, server, rate, states))
+        check_fates(answers)
         server.wait_until_idle()
         states.append(server.state())
         print_state("after", states[-1])
-        check_fates(answers)
         check_given_back(states[-1])
         sample = sorted(random.Random(0).sample(range(len(bodies)), min(args.check, len(bodies))))
         if sample:
@@ -480,15 +482,18 @@ def steady(args):
 
 
 async def _arrive(args, server, rate, states):
-    rng, tasks, bodies, minutes = random.Random(1), [], [], []
+    rng, tasks, bodies, minutes, done = random.Random(1), [], [], [], []
     began = at = time.perf_counter()
     coming = iter(make_bodies(math.ceil(args.seconds * rate * 2) + 100, args, **SAMPLED))
+
+    async def ask(body):
+        done.append(await server.client.ask(body))
+        return done[-1]
 
     async def report_minutes():
         n_before = 0
         while True:
             await asyncio.sleep(60)
-            done = [task.result() for task in tasks if task.done()]
             state = await asyncio.to_thread(server.state)
             states.append(state)
             fates = Counter(answer.fate for answer in done)
@@ -503,7 +508,7 @@ async def _arrive(args, server, rate, states):
     while (at := at + rng.expovariate(rate)) < began + args.seconds:
         await asyncio.sleep(max(0.0, at - time.perf_counter()))
         bodies.append(next(coming))
-        tasks.append(asyncio.ensure_future(server.client.ask(bodies[-1])))
+        tasks.append(asyncio.ensure_future(ask(bodies[-1])))
     answers = await asyncio.gather(*tasks)
     reporter.cancel()
     return bodies, answers, minutes
@@ -602,7 +607,7 @@ def main():
     print(f"{machine['cpu']}, {machine['isa']}, {args.threads} threads, {args.model}, {args.compute}", flush=True)
     try:
         found = globals()[args.kind](args)
-    except (CheckFailed, ServerFailed) as error:
+    except (CheckFailed, ServerFailed, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
     if args.json:
