@@ -409,17 +409,22 @@ class Engine:
         -------
         dict
             ``running``, ``waiting``: samples. ``blocks_free``, ``blocks_used`` (by sequences), ``blocks_cached``
-            (kept for later prompts, evicted when needed): all add up to the pool. ``blocks_used_most``,
+            (kept for later prompts, evicted when needed): all add up to the pool. ``blocks_shared``: of those used,
+            held by more than one sequence; that the cache holds one does not count. ``blocks_used_most``,
             ``blocks_unshared_most``: the most that a step had, and that it would have had without sharing.
-            ``prefix_queries``,
-            ``prefix_hits``: tokens looked for in the prefix cache, and found. ``preemptions``, ``steps``, ``tokens``:
-            since the start. ``drafted``, ``accepted``: tokens proposed by speculation, and those that were drawn then.
-            ``tokens_per_s``: drawn in the time that steps took.
+            ``prefix_queries``, ``prefix_hits``: tokens looked for in the prefix cache, and found. ``preemptions``,
+            ``steps``, ``tokens``: since the start. ``drafted``, ``accepted``: tokens proposed by speculation, and
+            those that were drawn then. ``tokens_per_s``: drawn in the time that steps took.
         """
         n_free, n_cached = self.pool.n_free, self.cache.n_idle
+        # Without a lock, as AsyncLLM asks: a sequence may be taken away meanwhile.
+        seqs = [sample.seq for sample in list(self.scheduler.running)]
+        tables = [seq.block_table for seq in seqs if seq is not None]
+        n_owners = np.bincount(np.concatenate([np.empty(0, np.int32), *tables]))
         return {
             "running": len(self.scheduler.running), "waiting": len(self.scheduler.waiting),
             "blocks_free": n_free, "blocks_used": self.pool.n_blocks - n_free - n_cached, "blocks_cached": n_cached,
+            "blocks_shared": int((n_owners > 1).sum()),
             "blocks_used_most": self._most_used, "blocks_unshared_most": self._most_unshared,
             "prefix_queries": self.cache.n_queries, "prefix_hits": self.cache.n_hits,
             "preemptions": self.scheduler.n_preemptions, "steps": self._n_steps, "tokens": self._n_tokens,

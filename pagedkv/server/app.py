@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 import pagedkv
-from pagedkv.server.answer import ChatAnswer, CompletionAnswer
+from pagedkv.server.answer import ChatAnswer, CompletionAnswer, encode, event
 from pagedkv.server.api import ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from pagedkv.server.door import Door, log
 from pagedkv.server.metrics import Metrics
@@ -23,12 +23,10 @@ RETRY_AFTER_S = 1
 
 
 class _JSON(Response):
-    """Plain ASCII, so that a lone surrogate in a message is no error."""
-
     media_type = "application/json"
 
     def render(self, content):
-        return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+        return encode(content).encode()
 
 
 class _Events(StreamingResponse):
@@ -46,10 +44,6 @@ class _Events(StreamingResponse):
 
 def _respond(error):
     return _JSON(error.body(), error.status, error.headers)
-
-
-def _event(data):
-    return f"data: {json.dumps(data, separators=(',', ':'), allow_nan=False)}\n\n"
 
 
 class Service:
@@ -173,13 +167,12 @@ class Service:
         async with aclosing(pieces):
             try:
                 async for some in pieces:
-                    for piece in some:
-                        for event in answer.events(*piece):
-                            yield _event(event)
-                if (event := answer.last_event()) is not None:
-                    yield _event(event)
+                    if events := "".join([answer.events(*piece) for piece in some]):
+                        yield events
+                if last := answer.last_event():
+                    yield last
             except ApiError as error:
-                yield _event(error.body())
+                yield event(error.body())
         yield "data: [DONE]\n\n"
 
     async def tokenize(self, request):
@@ -219,6 +212,11 @@ async def _refusing(work):
 
 async def _merged(generators):
     """What several generators yield, as (its place, item), as it comes. An error of one ends all."""
+    if len(generators) == 1:  # without tasks and a queue between, which every token would pass
+        async with aclosing(generators[0]) as generator:
+            async for item in generator:
+                yield 0, item
+        return
     queue = asyncio.Queue()
 
     async def pump(place, generator):
