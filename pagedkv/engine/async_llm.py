@@ -211,8 +211,8 @@ class AsyncLLM:
                         self._inbox.popleft()()
                     self._hand_over()
                     if not closed and self._listeners:
-                        self._engine.step()
-                except BaseException as error:  # it belongs to whoever waits, and the thread goes on for others
+                        self._engine.step_for_all()
+                except BaseException as error:  # whose it is nobody knows; the thread goes on for others
                     self._end_all("error", error)
                 if closed:
                     self._end_all("abort", None)

@@ -69,6 +69,7 @@ class Engine:
         self._most_used = self._most_unshared = 0
         self._busy_s = 0.0
         self._torn = None  # the request that takes a token just now
+        self._stepping = []  # requests of the rows of the last step
         self.n_inside = 0  # calls that are changing the engine just now
         self._live = {}  # request number -> Request that runs or waits, whatever the scheduler's lists hold
         self._leaving = deque()  # arguments of aborts that are still to be done
@@ -243,8 +244,10 @@ class Engine:
         self._is_busy = self._is_cut = True
         try:
             rows = self.scheduler.schedule()
+            self._stepping = list({sample.request.number: sample.request for sample, *_ in rows}.values())
             requests = self._run(rows) if rows else [self._refuse_first()] if self.scheduler.waiting else []
             self._is_cut = False
+            self.scheduler.n_most = min(2 * self.scheduler.n_most, self.scheduler.max_num_seqs)
             return requests
         except BaseException as error:
             self._recover(error)
@@ -253,6 +256,22 @@ class Engine:
             self._is_busy = False
             self._busy_s += time.perf_counter() - started
             self.settle()
+
+    def step_for_all(self):
+        """As :meth:`step`, where requests are of many users: an exception ends the request that it belongs to, and no other.
+
+        Whose step fails though it runs alone ends with the exception. Else all but half of those that ran wait from now
+        on, and after each step that succeeds twice as many may run again."""
+        self._stepping = list(self._live.values())
+        try:
+            return self.step()
+        except BaseException as error:
+            n_most = min(self.scheduler.n_most, len(self._stepping))
+            if all(request.error is None for request in self._stepping):  # else the one whose token it was has ended
+                if n_most == 1:
+                    self.abort(self._stepping[0], "error", error)
+                self.scheduler.n_most = max(1, n_most // 2)
+            return [request for request in self._stepping if request.finished]
 
     def _recover(self, error=None):
         """After an exception anywhere: nothing runs, and who has not ended waits to be computed anew. May be cut off

@@ -34,6 +34,7 @@ class Scheduler:
         self.pool, self.cache, self.drafter = pool, cache, drafter
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_tokens = max_tokens
+        self.n_most = max_num_seqs  # of these that run now; fewer after a step that failed
         self.running = []  # samples with a sequence, in their order
         self.waiting = []  # samples without one, in their order
         self.n_preemptions = 0
@@ -47,7 +48,7 @@ class Scheduler:
     def run(self, sample):
         """A sample that has a sequence runs; one too many is preempted at once, and starts when there is place."""
         insort(self.running, sample, key=lambda each: each.order)
-        if len(self.running) > self.max_num_seqs:
+        if len(self.running) > self.n_most:
             self.preempt(self.running[-1])
 
     def remove(self, sample):
@@ -148,7 +149,7 @@ class Scheduler:
         coming = {self.cache.next_block(each.path, each.tokens) for each in self.running} - {None}
         place = 0
         while (place < min(len(self.waiting), self.max_num_seqs) and self._n_rows > 0
-               and len(self.running) < self.max_num_seqs):  # fmt: skip
+               and len(self.running) < self.n_most):  # fmt: skip
             sample = self.waiting[place]
             path = [] if sample.needs_prompt_logits else self.cache.find(sample.tokens)
             if not sample.needs_prompt_logits and self.cache.next_block(path, sample.tokens) in coming:
