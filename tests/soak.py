@@ -7,13 +7,16 @@ small that samples are preempted all the time; every second round speculates. Be
 whole again, and every output that came to its end is computed once more, alone in a large fresh pool: token ids, texts and
 log-probabilities must be equal. A line a minute: requests, tokens, memory, open files, threads. Ends with status 1 at the
 first difference. Throughput is tokens a second of this process's own CPU time, within rounds, so that other work on the
-machine does not count. Without --model it is a tiny seeded model, which does tens of thousands of requests an hour.
+machine counts little; and as the machine itself is not always equally fast, each minute a new process does the same for
+some seconds, and the two are compared. Without --model it is a tiny seeded model, which does tens of thousands of requests
+an hour.
 """
 
 import argparse
 import asyncio
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -112,11 +115,29 @@ def own():
     return resident, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
+def of_a_new_process(args):
+    """Tokens a CPU second of the same load in a process that has just begun."""
+    command = [sys.executable, __file__, "--yardstick", *sys.argv[1:]]
+    return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+async def yardstick(args, load, llms):
+    for seconds in (1, 2):  # warm, then in earnest
+        cpu_s, n_before = 0.0, load.n_tokens
+        for llm in llms:
+            before = time.process_time()
+            await load.round(llm, seconds, args.n_clients)
+            cpu_s += time.process_time() - before
+    print((load.n_tokens - n_before) / cpu_s)
+
+
 async def soak(args):
     model = pk.LlamaModel.load(args.model) if args.model else tiny_model()
     load = Load(model, random.Random(args.seed), most=48)
     options = {"n_blocks": args.n_blocks, "max_num_seqs": 16, "max_num_batched_tokens": 64}
     llms = [pk.AsyncLLM(pk.LLM(model, speculative=each, **options)) for each in (None, "ngram")]
+    if args.yardstick:
+        return await yardstick(args, load, llms)
     alone = pk.LLM(model, n_blocks=64, enable_prefix_caching=False)
     print(f"{args.model or 'a tiny model'}, {pk.isa()}, {pk.get_num_threads()} threads, a pool of {args.n_blocks} blocks, "
           f"{args.n_clients} clients, seed {args.seed}", flush=True)  # fmt: skip
@@ -133,17 +154,19 @@ async def soak(args):
         load.compare(alone)
         if time.monotonic() - shown >= 60:
             shown = time.monotonic()
-            minutes.append(((shown - started) / 60, (load.n_tokens - n_before) / cpu_s, *own()))
+            rate = (load.n_tokens - n_before) / cpu_s
+            minutes.append(((shown - started) / 60, rate, rate / of_a_new_process(args), *own()))
             cpu_s, n_before = 0.0, load.n_tokens
             preempted = sum(each.stats()["preemptions"] for each in llms)
-            print("{:3.0f} min  {:5.0f} tokens/CPU-s  {:.1f} MiB  {} files  {} threads".format(*minutes[-1]),
+            print("{:3.0f} min  {:5.0f} tokens/CPU-s, {:.2f} of a new process  {:.1f} MiB  {} files  {} threads".format(*minutes[-1]),
                   f" {load.n_ended} ended and equal alone, {load.n_left} left midway, {preempted} preemptions", flush=True)  # fmt: skip
     for llm in llms:
         llm.shutdown()
     n = min(10, len(minutes) // 2)
     if n:
-        first, last = (sum(minute[1] for minute in part) / n for part in (minutes[:n], minutes[-n:]))
-        print(f"tokens/CPU-s: first {n} minutes {first:.0f}, last {n} {last:.0f}, {last / first - 1:+.1%}")
+        for place, what in ((1, "tokens/CPU-s"), (2, "beside a new process")):
+            first, last = (sum(minute[place] for minute in part) / n for part in (minutes[:n], minutes[-n:]))
+            print(f"{what}: first {n} minutes {first:.4g}, last {n} {last:.4g}, {last / first - 1:+.1%}")
     print(f"{load.n_ended + load.n_left} requests, {load.n_tokens} tokens, {load.n_compared} outputs compared, no difference")
 
 
@@ -155,6 +178,7 @@ def main():
     parser.add_argument("--n-blocks", type=int, default=24)
     parser.add_argument("--n-clients", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--yardstick", action="store_true", help="print the tokens a CPU second of a few seconds, and end")
     asyncio.run(soak(parser.parse_args()))
 
 

@@ -507,6 +507,33 @@ def test_generated_tokens_are_found_too(model):
     assert cached_tokens(llm, prompt + out.outputs[0].token_ids) == 32  # 39 rows were computed
 
 
+def test_prompts_that_come_together_share_their_beginning(model):
+    """The first computes it; the others wait for it, in turn where they have more in common; who shares nothing does not."""
+    begin, more = ids(5, 40), ids(6, 30)
+    prompts = [begin + ids(7, 9), begin + more, begin + more + ids(8, 3), ids(9, 20), begin[:15], begin + more]
+    params = SamplingParams(max_tokens=6, ignore_eos=True, seed=3, logprobs=1)
+    want = [run(model, [prompt], params)[0][0][0] for prompt in prompts]
+    llm, starts = LLM(model, n_blocks=40, max_num_batched_tokens=60), {}  # what is new takes more than a step's rows
+    step, n_steps = llm.model.step, 0
+
+    def noted(batch, **options):
+        nonlocal n_steps
+        for seq, _ in batch:
+            starts.setdefault(seq, (n_steps, len(seq)))
+        n_steps += 1
+        return step(batch, **options)
+
+    llm._engine.model = SimpleNamespace(step=noted, config=model.config)
+    outs = llm.generate(prompts, params, use_tqdm=False)
+    assert [out.outputs for out in outs] == want
+    assert [out.num_cached_tokens for out in outs] == [0, 32, 64, 0, 0, 64]
+    assert sorted(starts.values()) == [(0, 0), (0, 0), (1, 0), (1, 32), (2, 64), (2, 64)]
+    assert_idle(llm)
+    unshared = LLM(model, n_blocks=40, enable_prefix_caching=False)
+    assert [out.outputs for out in unshared.generate(prompts, params, use_tqdm=False)] == want
+    assert unshared.stats()["prefix_hits"] == 0
+
+
 def test_the_longest_left_is_evicted_first(model):
     llm = LLM(model, n_blocks=8)
     prompts = [ids(i, 33) for i in range(4)]

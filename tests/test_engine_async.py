@@ -101,6 +101,50 @@ def test_leaving_frees_the_blocks(llm, how):
     assert_idle(llm._llm)
 
 
+def test_who_leaves_before_a_step_begins_takes_no_part_in_it(llm, model, monkeypatch):  # noqa: F811
+    """Here between the thread's look at what was asked of it and the step."""
+    params, left, rows = SamplingParams(max_tokens=200, ignore_eos=True), threading.Event(), []
+    engine, start, step = llm._llm._engine, llm._llm._engine.start, model.step
+
+    def logged_step(batch, **options):
+        rows.append(len(batch))
+        return step(batch, **options)
+
+    async def leave():
+        loop = asyncio.get_running_loop()
+        mine = asyncio.ensure_future(last(llm, ids(1, 20), params))
+        mine.add_done_callback(lambda _: left.set())
+        while not llm.stats()["tokens"]:
+            await asyncio.sleep(0.001)
+
+        def start_late(request):
+            loop.call_soon_threadsafe(mine.cancel)
+            assert left.wait(60)
+            rows.clear()
+            start(request)
+
+        monkeypatch.setattr(engine, "start", start_late)
+        monkeypatch.setattr(model, "step", logged_step)
+        await last(llm, ids(2, 10), SamplingParams(max_tokens=5, ignore_eos=True))
+
+    run(leave())
+    assert rows == [1] * 5
+
+
+def test_a_loop_that_was_closed_ends_its_requests_alone(llm):
+    async def begin():
+        stream = llm.generate(ids(1, 20), SamplingParams(max_tokens=200, ignore_eos=True))
+        await anext(stream)
+        return stream
+
+    loop = asyncio.new_event_loop()
+    stream = loop.run_until_complete(begin())
+    loop.close()
+    assert run(last(llm, ids(2, 20), SamplingParams(max_tokens=30, ignore_eos=True))).finished
+    run(idle(llm))
+    del stream
+
+
 def test_a_refusal_ends_one_request(llm):
     async def both():
         return await asyncio.gather(last(llm, [5, VOCAB], None), last(llm, ids(1, 9), SamplingParams(max_tokens=5)),

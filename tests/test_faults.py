@@ -247,15 +247,46 @@ def test_an_exception_in_the_thread_of_an_async_llm(model, monkeypatch, where): 
                 stream = llm.generate(ids(1, 9), params)
                 await anext(stream)
                 await stream.aclose()
-            elif where == "call_soon":
-                with pytest.raises(TimeoutError):  # what could not be told is not
-                    await asyncio.wait_for(last(llm, ids(1, 9), params), 1)
+            elif where == "call_soon":  # is done again
+                assert (await last(llm, ids(1, 9), params)).outputs == want
             else:
                 with pytest.raises(OnPurpose):
                     await last(llm, ids(1, 9), params)
         return await last(llm, ids(1, 9), params)
 
     assert asyncio.run(asyncio.wait_for(both(), 60)).outputs == want
+    llm.shutdown()
+    assert_idle(llm._llm)
+
+
+@pytest.mark.parametrize("times", [1, 2, 5, None])
+def test_a_failed_step_ends_no_other_request(model, monkeypatch, times):  # noqa: F811
+    """A step fails so many times, or (None) each time that a certain token is fed: ends who is to blame, alone."""
+    llm = AsyncLLM(model, n_blocks=24)
+    prompts = [ids(i, 5 + 7 * i) for i in range(6)]
+    guilty = next(token for token in range(256) if not any(token in prompt for prompt in prompts))
+    prompts[2][3] = guilty
+    params = SamplingParams(max_tokens=20, ignore_eos=True, seed=1, n=2, logit_bias={guilty: -100.0})
+    want = [LLM(model, n_blocks=24).generate([prompt], params, use_tqdm=False)[0].outputs for prompt in prompts]
+    n_failed, step, n_steps = 0, model.step, 0
+
+    def failing(batch, **options):
+        nonlocal n_failed, n_steps
+        n_steps += 1
+        if any(guilty in tokens for _, tokens in batch) if times is None else (4 < n_steps and n_failed < times):
+            n_failed += 1
+            raise OnPurpose("now")
+        return step(batch, **options)
+
+    async def all_of_them():
+        return await asyncio.gather(*(last(llm, prompt, params) for prompt in prompts), return_exceptions=True)
+
+    monkeypatch.setattr(model, "step", failing)
+    got = asyncio.run(asyncio.wait_for(all_of_them(), 60))
+    ended = [i for i, each in enumerate(got) if isinstance(each, OnPurpose)]
+    assert n_failed >= (times or 1) and ended == ([2] if times is None else [0, 1, 2][:max(0, times - 2)])  # of 6, 3, 1, 1 ...
+    assert all(each.outputs == outputs for each, outputs in zip(got, want) if not isinstance(each, OnPurpose))
+    assert llm._engine.scheduler.n_most == llm._engine.scheduler.max_num_seqs
     llm.shutdown()
     assert_idle(llm._llm)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import queue
 import random
 import re
 import signal
@@ -10,8 +11,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -439,6 +442,91 @@ def test_a_client_that_goes_frees_its_blocks(server, stream):
     assert 0 < server.metric("generation_tokens_total") - before < n_times * 16 * 600
 
 
+class Gated:
+    """Stands in for `model.step`: a step begins, says so, and computes when the test lets it."""
+
+    def __init__(self, model):
+        self._step, self._begun, self._go = model.step, queue.Queue(), threading.Semaphore(0)
+        model.step = self
+
+    def __call__(self, batch, **options):
+        self._begun.put(None)
+        self._go.acquire(timeout=CHILD_SECONDS)
+        return self._step(batch, **options)
+
+    async def next(self):
+        """Let the step go that has begun; return when the one after it has begun."""
+        self._go.release()
+        await self.begun()
+
+    async def begun(self):
+        await asyncio.to_thread(self._begun.get, timeout=CHILD_SECONDS)
+
+    def open(self):
+        self._go.release(10**6)
+
+
+class Gone:
+    """A client of an ASGI application in this process, which goes away when it is told to."""
+
+    def __init__(self, app, body):
+        self._content = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        self._has_gone = asyncio.Event()
+        scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+                 "path": "/v1/completions", "query_string": b"", "headers": [(b"content-type", b"application/json")]}  # fmt: skip
+        self.served = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    async def _receive(self):
+        if self._content:
+            return self._content.pop()
+        await self._has_gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, _):
+        pass
+
+    async def go(self):
+        """Return when the application knows it."""
+        self._has_gone.set()
+        await self.served
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("n_steps", "max_num_seqs", "where"), [(1, 1, (1, 2)), (1, 16, (2, 1)), (12, 16, (7, 0))],
+                         ids=["waiting", "prefilling", "decoding"])  # fmt: skip
+def test_a_client_that_goes_is_not_in_the_next_step(gguf, stream, n_steps, max_num_seqs, where):
+    """Wherever its request, of two prompts with three samples each, is by then."""
+    pytest.importorskip("fastapi")
+    from pagedkv.server.app import make_app
+
+    llm = pk.AsyncLLM(gguf, n_blocks=100, max_num_seqs=max_num_seqs, max_num_batched_tokens=16)
+    scheduler, gate, app = llm._llm._engine.scheduler, Gated(llm.model), make_app(llm, "tiny")
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 600, "ignore_eos": True, "stream": stream}
+
+    async def all_of_it():
+        other = Gone(app, body)
+        await gate.begun()
+        mine = Gone(app, body | {"prompt": ["a" * 60, "b" * 60], "n": 3})
+        while len(llm._inbox) < 2:
+            await asyncio.sleep(0)
+        for _ in range(n_steps):
+            await gate.next()
+        assert (len(scheduler.running), len(scheduler.waiting)) == where
+        await mine.go()
+        await gate.next()
+        alone, = scheduler.running
+        assert alone.request.prompt == "a" and not scheduler.waiting
+        assert llm.stats()["blocks_used"] == len(alone.seq.block_table)
+        await other.go()
+
+    try:
+        asyncio.run(asyncio.wait_for(all_of_it(), CHILD_SECONDS))
+    finally:
+        gate.open()
+        llm.shutdown()
+    assert llm.stats()["blocks_used"] == 0
+
+
 def test_a_full_queue_is_429(gguf):
     import openai
 
@@ -563,6 +651,132 @@ def test_metrics(server, client):
     grown = {name: server.metric(name) - before[name] for name in names}
     assert (usage.prompt_tokens, usage.completion_tokens) == (3, 18)
     assert list(grown.values()) == [3, 18, 1, 16, 3, 1]
+
+
+def test_the_dashboard_shows_every_metric(server, client):
+    """And none that is not there."""
+    file = Path(__file__).parents[1] / "docs" / "grafana.json"
+    if not file.is_file():
+        pytest.skip("the source tree with docs/grafana.json is not here")
+    board = json.loads(file.read_text())
+    client.completions.create(model="tiny", prompt="abc")  # a reason for an end
+    text = server.get("/metrics").text
+    there = set(re.findall(r"^(pagedkv:\w+){", text, re.M))
+    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    shown = set(re.findall(r"pagedkv:\w+", " ".join(expressions)))
+    assert shown <= there
+    families = {name for name, kind in re.findall(r"^# TYPE (pagedkv:\w+) (\w+)$", text, re.M)
+                if not name.endswith("_created")}  # fmt: skip
+    assert {name.removesuffix("_bucket") for name in shown} == families
+
+    variables = {each["name"]: each for each in board["templating"]["list"]}
+    assert set(variables) == {"datasource", "model"} and variables["datasource"]["query"] == "prometheus"
+    of_variable = {"type": "prometheus", "uid": "${datasource}"}
+    assert variables["model"]["datasource"] == of_variable
+    taken = set()
+    for panel in board["panels"]:
+        assert panel["datasource"] == of_variable == panel["targets"][0]["datasource"]
+        place = panel["gridPos"]
+        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        assert not cells & taken and max(cells)[0] < 24
+        taken |= cells
+    for expression in expressions:  # each sample is of the model that was chosen
+        assert expression.count("pagedkv:") == expression.count('{model_name=~"$model"}')
+        assert expression.count("(") == expression.count(")")
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"]) == len({p["title"] for p in board["panels"]})
+
+
+def test_shared_blocks_are_those_with_several_owners(gguf):
+    """Four samples of a prompt of two blocks and a bit; another request has begun alike; and one that shares nothing."""
+    from pagedkv.server.metrics import Metrics
+
+    llm = pk.LLM(gguf, n_blocks=60)
+    streams = [llm.stream([prompt], pk.SamplingParams(n=n, max_tokens=60, ignore_eos=True, seed=1))
+               for prompt, n in (("a" * 35, 4), ("a" * 16 + "b" * 20, 1), ("c" * 40, 1))]  # fmt: skip
+    for stream in streams:
+        next(stream), next(stream)
+    counts = Counter(block for sample in llm._engine.scheduler.running for block in sample.seq.block_table.tolist())
+    metrics = Metrics(pk.AsyncLLM(llm), "tiny")
+    assert sorted(counts.values())[-2:] == [4, 5]
+    assert "pagedkv:kv_cache_blocks_shared{model_name=\"tiny\"} 2.0" in metrics.text().decode()
+    for stream in streams:
+        stream.close()
+    assert "pagedkv:kv_cache_blocks_shared{model_name=\"tiny\"} 0.0" in metrics.text().decode()
+
+
+# ---- The load of pagedkv.bench.server -----------------------------------------------------------
+
+EVENT = b'data: {"choices":[{"index":0,"text":"%b","finish_reason":%b}]}\n\n'
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunked(*chunks):
+    return b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
+
+
+WHOLE = HEAD + chunked(EVENT % (b"a", b"null"), EVENT % (b"", b"null") + EVENT % (b"b", b'"length"'), b"data: [DO", b"NE]\n\n")
+
+
+@pytest.mark.parametrize(("sent", "fate", "text", "n_times"), [
+    (WHOLE + chunked(b""), "ended", "ab", 2),
+    (WHOLE, "lost", "ab", 2),  # its last chunk is missing
+    (HEAD + chunked(EVENT % (b"a", b"null"), b""), "lost", "a", 1),
+    (HEAD + chunked(EVENT % (b"a", b"null"))[:-5], "lost", "", 0),
+    (HEAD + chunked(EVENT % (b"a", b"null"), b"data: [DONE]\n\n", b""), "lost", "a", 1),  # without a reason
+    (HEAD + chunked(b'data: {"error": {"message": "no"}}\n\n', b"data: [DONE]\n\n", b""), "failed", "", 0),
+    (b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\n\r\n{}", "refused", "", 0),
+    (b"HTTP/1.1 20", "lost", "", 0),
+    (b"", "lost", "", 0),
+])  # fmt: skip
+def test_the_load_sees_what_became_of_a_request(sent, fate, text, n_times):
+    from pagedkv.bench import server as load
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        for i in range(0, len(sent), 7):  # cut anywhere
+            writer.write(sent[i:i + 7])
+            await writer.drain()
+        writer.close()
+
+    async def ask():
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            return await load.Client(f"http://127.0.0.1:{port}", "tiny").ask_all([{"prompt": "a"}], 1)
+
+    (got,), _ = asyncio.run(asyncio.wait_for(ask(), CHILD_SECONDS))
+    assert (got.fate, got.text, len(got.times)) == (fate, text, n_times)
+    assert got.times == sorted(got.times)
+    if fate != "ended":
+        with pytest.raises(load.CheckFailed, match=f"request 0 was {fate}"):
+            load.check_fates([got])
+
+
+def run_load(path, kind, *args):
+    return subprocess.run([sys.executable, "-m", "pagedkv.bench.server", kind, "--model", path, "--threads", "1", "--tokens", "4,40",
+                           "--prompt-chars", "60", *args], capture_output=True, text=True, timeout=5 * CHILD_SECONDS,
+                          env=child_env())  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "args", "said"), [
+    ("throughput", ["--requests", "20", "--rounds", "1"], "20 requests, 64 at a time, all texts equal"),
+    ("burst", ["--requests", "60", "--check", "10"], "10 of those that ended are equal to LLM.generate's"),
+    ("steady", ["--requests", "20", "--seconds", "2", "--fraction", "0.3", "--check", "3"], "none lost"),
+    ("latency", ["--concurrency", "1,8", "--requests", "2"], "llama.cpp's server skipped"),
+])  # fmt: skip
+def test_load(gguf, tmp_path, kind, args, said):
+    if kind == "latency":
+        args = [*args, "--peer-python", str(tmp_path / "no-python")]
+    done = run_load(gguf, kind, *args, "--json", tmp_path / "load.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert said in done.stdout
+    found = json.loads((tmp_path / "load.json").read_text())[kind]
+    if kind == "burst":
+        assert sum(found["rounds"][0]["fates"].values()) == 60 and found["rounds"][0]["fates"]["left"] > 0
+        assert all(state["blocks_used"] == 0 for state in found["states"][1:])
+    if kind == "latency":
+        assert [(row["server"], row["concurrency"], row["requests"]) for row in found["rows"]] == [
+            ("pagedkv", 1, 2), ("pagedkv", 8, 32)]  # fmt: skip
+        assert done.stdout.count("\n| ") == 3
 
 
 # ---- Without the extra --------------------------------------------------------------------------

@@ -460,6 +460,7 @@ class Requests(Counted):
         counts = np.zeros(self.pool.n_blocks, int)
         for sample in self.engine.scheduler.running:
             counts[sample.seq.block_table] += 1
+        n_shared = (counts > 1).sum()
         for seq, _ in self.outside:
             counts[seq.block_table] += 1
         for block_id in self.single:
@@ -472,6 +473,7 @@ class Requests(Counted):
         stats = self.engine.stats()
         assert stats["blocks_free"] == (counts == 0).sum() and stats["blocks_cached"] == len(self.engine.cache._idle)
         assert stats["blocks_free"] + stats["blocks_used"] + stats["blocks_cached"] == self.pool.n_blocks
+        assert stats["blocks_shared"] == n_shared
         paths = [node for sample in self.engine.scheduler.running for node in sample.path]
         assert all(node.n_users == paths.count(node) for node in nodes)
         assert all((node.n_users == 0) == (node in self.engine.cache._idle) for node in nodes)

@@ -40,9 +40,9 @@ class AsyncLLM:
 
     Notes
     -----
-    Leaving the generator of a request, or cancelling its task, ends it: its blocks are free before the next step but
-    one. :meth:`shutdown` ends the thread; so does leaving ``async with``. Several event loops may use one object. In a
-    child of ``os.fork`` it begins anew, without the requests of the parent; see :class:`LLM`.
+    Leaving the generator of a request, or cancelling its task, ends it: its blocks are free before the next step
+    begins. :meth:`shutdown` ends the thread; so does leaving ``async with``. Several event loops may use one object. In
+    a child of ``os.fork`` it begins anew, without the requests of the parent; see :class:`LLM`.
 
     Examples
     --------
@@ -58,7 +58,8 @@ class AsyncLLM:
         self._engine = self._llm._engine
         self._wake = threading.Condition()
         self._inbox = deque()  # calls for the thread to make between steps
-        self._listeners = {}  # request number -> (Request, its function for outputs); the thread's own
+        self._listeners = {}  # request number -> (Request, event loop, Queue, delta); the thread's own
+        self._outbox = {}  # event loop -> list of (Queue, output); the thread's own
         self._by_id = {}  # request_id -> abort function
         self._thread = None
         self._closed = False
@@ -67,7 +68,8 @@ class AsyncLLM:
     def _begin_anew(self):
         """In a forked child: the thread and all who wait for it are in the parent."""
         requests = [request for request, *_ in self._listeners.values()]
-        self._wake, self._inbox, self._listeners, self._by_id = threading.Condition(), deque(), {}, {}
+        self._wake, self._inbox, self._by_id = threading.Condition(), deque(), {}
+        self._listeners, self._outbox = {}, {}
         self._thread = None
         try:
             with self._llm._lock:
@@ -143,18 +145,15 @@ class AsyncLLM:
         loop, outputs = asyncio.get_running_loop(), asyncio.Queue()
         request = None
 
-        def tell(output):
-            loop.call_soon_threadsafe(outputs.put_nowait, output)
-
         def add():
             nonlocal request
             try:
                 request = self._engine.request(text, ids, params, request_id)
-                self._listeners[request.number] = request, tell, delta
+                self._listeners[request.number] = request, loop, outputs, delta
                 self._engine.start(request)
             except BaseException as error:  # this request's alone
                 if request is None or request.number not in self._listeners:
-                    tell(error)
+                    self._put(loop, outputs, error)
                 else:
                     self._engine.abort(request, "error", error)
                     self._tell(request)
@@ -227,24 +226,26 @@ class AsyncLLM:
     def _run(self):
         while True:
             with self._wake:
-                while not (self._inbox or self._listeners or self._closed):
+                while not (self._inbox or self._listeners or self._outbox or self._closed):
                     self._wake.wait()
-                calls, closed = list(self._inbox), self._closed
-                self._inbox.clear()
             with self._llm._lock:
+                closed = self._closed  # read before the calls: none comes after it
                 try:
-                    for call in calls:
-                        call()
+                    while self._inbox:  # up to the step's very beginning: whoever has left takes no part in it
+                        self._inbox.popleft()()
+                    self._hand_over()
                     if not closed and self._listeners:
-                        self._engine.step()
-                except BaseException as error:  # it belongs to whoever waits, and the thread goes on for others
+                        self._engine.step_for_all()
+                except BaseException as error:  # whose it is nobody knows; the thread goes on for others
                     self._end_all("error", error)
                 if closed:
                     self._end_all("abort", None)
-                    return
                 for request, *_ in list(self._listeners.values()):
                     if request.has_news:
                         self._tell(request)
+                self._hand_over()
+                if closed and not (self._inbox or self._outbox):
+                    return
 
     def _end_all(self, reason, error):
         for request, *_ in list(self._listeners.values()):
@@ -255,8 +256,8 @@ class AsyncLLM:
             self._tell(request)
 
     def _tell(self, request):
-        """Hand what is new to the one who waits for it. An exception on the way ends this request, and nothing else."""
-        _, tell, delta = self._listeners[request.number]
+        """Put what is new before who waits for it. An exception on the way ends this request, and nothing else."""
+        _, loop, outputs, delta = self._listeners[request.number]
         try:
             output = request.error or request.output(delta=True)
             if not delta and request.error is None:
@@ -264,11 +265,30 @@ class AsyncLLM:
             is_last = request.finished
         except BaseException as error:
             output, is_last = error, True
-        try:
-            tell(output)
-        except BaseException:  # its event loop is closed: nobody waits any more
-            is_last = True
+        self._put(loop, outputs, output)
         if is_last:
             del self._listeners[request.number]
             if not request.finished:
                 self._engine.abort(request)
+
+    def _put(self, loop, outputs, output):
+        self._outbox.setdefault(loop, []).append((outputs, output))
+
+    def _hand_over(self):
+        """Hand what was put to the event loops, all of a step at once: waking one takes longer than an output."""
+        for loop, told in list(self._outbox.items()):
+            try:
+                loop.call_soon_threadsafe(_put_all, told)
+            except BaseException:
+                if not loop.is_closed():  # no memory, say: once more after the next step
+                    continue
+                for request, its_loop, *_ in list(self._listeners.values()):  # nobody waits any more
+                    if its_loop is loop:
+                        del self._listeners[request.number]
+                        self._engine.abort(request)
+            del self._outbox[loop]
+
+
+def _put_all(told):
+    for outputs, output in told:
+        outputs.put_nowait(output)

@@ -71,6 +71,7 @@ class Engine:
         self.records = []  # PoolRecords that want to see the pool in each step
         self._busy_s = 0.0
         self._torn = None  # the request that takes a token just now
+        self._stepping = []  # requests of the rows of the last step
         self.n_inside = 0  # calls that are changing the engine just now
         self._live = {}  # request number -> Request that runs or waits, whatever the scheduler's lists hold
         self._leaving = deque()  # arguments of aborts that are still to be done
@@ -245,8 +246,10 @@ class Engine:
         self._is_busy = self._is_cut = True
         try:
             rows = self.scheduler.schedule()
+            self._stepping = list({sample.request.number: sample.request for sample, *_ in rows}.values())
             requests = self._run(rows) if rows else [self._refuse_first()] if self.scheduler.waiting else []
             self._is_cut = False
+            self.scheduler.n_most = min(2 * self.scheduler.n_most, self.scheduler.max_num_seqs)
             return requests
         except BaseException as error:
             self._recover(error)
@@ -255,6 +258,22 @@ class Engine:
             self._is_busy = False
             self._busy_s += time.perf_counter() - started
             self.settle()
+
+    def step_for_all(self):
+        """As :meth:`step`, where requests are of many users: an exception ends the request that it belongs to, and no other.
+
+        Whose step fails though it runs alone ends with the exception. Else all but half of those that ran wait from now
+        on, and after each step that succeeds twice as many may run again."""
+        self._stepping = list(self._live.values())
+        try:
+            return self.step()
+        except BaseException as error:
+            n_most = min(self.scheduler.n_most, len(self._stepping))
+            if all(request.error is None for request in self._stepping):  # else the one whose token it was has ended
+                if n_most == 1:
+                    self.abort(self._stepping[0], "error", error)
+                self.scheduler.n_most = max(1, n_most // 2)
+            return [request for request in self._stepping if request.finished]
 
     def _recover(self, error=None):
         """After an exception anywhere: nothing runs, and who has not ended waits to be computed anew. May be cut off
@@ -429,17 +448,23 @@ class Engine:
         -------
         dict
             ``running``, ``waiting``: samples. ``blocks_free``, ``blocks_used`` (by sequences), ``blocks_cached``
-            (kept for later prompts, evicted when needed): all add up to the pool. ``blocks_used_most``,
+            (kept for later prompts, evicted when needed): all add up to the pool. ``blocks_shared``: of those used,
+            held by more than one sequence; that the cache holds one does not count. ``blocks_used_most``,
             ``blocks_unshared_most``: the most that a step had, and that it would have had without sharing.
-            ``prefix_queries``,
-            ``prefix_hits``: tokens looked for in the prefix cache, and found. ``evicted``: blocks that it gave back for
-            others. ``preemptions``, ``steps``, ``tokens``: since the start. ``drafted``, ``accepted``: tokens proposed by speculation, and those that were drawn then.
-            ``tokens_per_s``: drawn in the time that steps took.
+            ``prefix_queries``, ``prefix_hits``: tokens looked for in the prefix cache, and found. ``evicted``: blocks that
+            it gave back for others. ``preemptions``, ``steps``, ``tokens``: since the start. ``drafted``, ``accepted``:
+            tokens proposed by speculation, and those that were drawn then. ``tokens_per_s``: drawn in the time that steps
+            took.
         """
         n_free, n_cached = self.pool.n_free, self.cache.n_idle
+        # Without a lock, as AsyncLLM asks: a sequence may be taken away meanwhile.
+        seqs = [sample.seq for sample in list(self.scheduler.running)]
+        tables = [seq.block_table for seq in seqs if seq is not None]
+        n_owners = np.bincount(np.concatenate([np.empty(0, np.int32), *tables]))
         return {
             "running": len(self.scheduler.running), "waiting": len(self.scheduler.waiting),
             "blocks_free": n_free, "blocks_used": self.pool.n_blocks - n_free - n_cached, "blocks_cached": n_cached,
+            "blocks_shared": int((n_owners > 1).sum()),
             "blocks_used_most": self._most_used, "blocks_unshared_most": self._most_unshared,
             "prefix_queries": self.cache.n_queries, "prefix_hits": self.cache.n_hits,
             "evicted": self.cache.n_evicted,

@@ -61,6 +61,12 @@ class PrefixCache:
                 path.append(node)
         return path
 
+    def next_block(self, path, tokens):
+        """What tells the full block of `tokens` after `path` from all others; None where there is no such block."""
+        begin = len(path) * self._pool.block_size
+        end = begin + self._pool.block_size
+        return (path[-1] if path else self._root, _key(tokens, begin, end)) if self._enabled and end <= len(tokens) else None
+
     def hold(self, path):
         """Count a sequence as user of a path."""
         for node in path:

@@ -34,6 +34,7 @@ class Scheduler:
         self.pool, self.cache, self.drafter = pool, cache, drafter
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_tokens = max_tokens
+        self.n_most = max_num_seqs  # of these that run now; fewer after a step that failed
         self.running = []  # samples with a sequence, in their order
         self.waiting = []  # samples without one, in their order
         self.n_preemptions = 0
@@ -47,7 +48,7 @@ class Scheduler:
     def run(self, sample):
         """A sample that has a sequence runs; one too many is preempted at once, and starts when there is place."""
         insort(self.running, sample, key=lambda each: each.order)
-        if len(self.running) > self.max_num_seqs:
+        if len(self.running) > self.n_most:
             self.preempt(self.running[-1])
 
     def remove(self, sample):
@@ -142,11 +143,19 @@ class Scheduler:
         """Start those who wait, oldest first, while rows and blocks are left.
 
         A sample starts where all its rows fit beside what the prompts under way still need, and not only the first
-        chunk: else long prompts would push each other out halfway."""
+        chunk: else long prompts would push each other out halfway. One whose next block is just being computed by
+        another waits for it, and those behind it may go ahead: of prompts that begin alike and come together, the
+        first computes the beginning for all."""
         rows, block_size = [], self.pool.block_size
-        while self.waiting and self._n_rows > 0 and len(self.running) < self.max_num_seqs:
-            sample = self.waiting[0]
+        coming = {self.cache.next_block(each.path, each.tokens) for each in self.running} - {None}
+        place = 0
+        while (place < min(len(self.waiting), self.max_num_seqs) and self._n_rows > 0
+               and len(self.running) < self.n_most):  # fmt: skip
+            sample = self.waiting[place]
             path = [] if sample.needs_prompt_logits else self.cache.find(sample.tokens)
+            if not sample.needs_prompt_logits and self.cache.next_block(path, sample.tokens) in coming:
+                place += 1
+                continue
             self.cache.hold(path)
             # The last token's logits are wanted even where its row is there: its block is then copied and the row
             # computed once more.
@@ -166,7 +175,8 @@ class Scheduler:
             self.cache.n_hits += n_rows
             if sample.request.n_cached is None:
                 sample.request.n_cached = n_rows
-            self.running.append(self.waiting.pop(0))
+            self.running.append(self.waiting.pop(place))
+            coming |= {self.cache.next_block(sample.path, sample.tokens)} - {None}
             self._n_taken += needed
             n = self._share(sample)
             if n:

@@ -1,11 +1,19 @@
 """What clients get: outputs of the engine as OpenAI's choices, whole or in events."""
 
+import json
 import time
 import uuid
 
 import pagedkv
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's number
+# Plain ASCII, so that a lone surrogate in a message is no error. One for all: to make one takes longer than to use it.
+encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+def event(data):
+    """A server-sent event."""
+    return f"data: {encode(data)}\n\n"
 
 
 class Answer:
@@ -28,6 +36,9 @@ class Answer:
         self._n_cached = [0] * len(prompts)
         self._n_generated = 0
         self._usage_in_events = bool(request.stream_options and request.stream_options.include_usage)
+        # Of all events but the last the beginning and the end are the same.
+        self._opening = f"data: {encode(self._head | {'object': self.chunk_kind})[:-1]},\"choices\":["
+        self._closing = ('],"usage":null}' if self._usage_in_events else "]}") + "\n\n"
 
     @property
     def id(self):
@@ -84,18 +95,18 @@ class Answer:
         return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
 
     def events(self, index, text, logprobs, reason):
-        """One piece as chunks of a stream."""
-        if not (text or logprobs or reason):  # text that is held back may follow
-            return []
-        return [self._event([{"index": index, **self._delta(text), "logprobs": logprobs, "finish_reason": reason}])]
+        """One piece as events of a stream; none where text that is held back may follow."""
+        return self._event(index, self._delta(text), logprobs, reason) if text or logprobs or reason else ""
 
     def last_event(self):
         """The usage, where it was asked for."""
-        return self._event([], self.usage()) if self._usage_in_events else None
+        if not self._usage_in_events:
+            return ""
+        return event({**self._head, "object": self.chunk_kind, "choices": [], "usage": self.usage()})
 
-    def _event(self, choices, usage=None):
-        event = {**self._head, "object": self.chunk_kind, "choices": choices}
-        return event | {"usage": usage} if self._usage_in_events else event
+    def _event(self, index, delta, logprobs=None, reason=None):
+        choice = {"index": index, **delta, "logprobs": logprobs, "finish_reason": reason}
+        return self._opening + encode(choice) + self._closing
 
     def _name(self, token, logprob):
         return f"token_id:{token}" if self._request.return_tokens_as_token_ids else logprob.decoded_token
@@ -153,8 +164,7 @@ class ChatAnswer(Answer):
         events = super().events(index, *piece)
         if events and index not in self._opened:
             self._opened.add(index)
-            delta = {"role": "assistant", "content": ""}
-            events.insert(0, self._event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]))
+            events = self._event(index, {"delta": {"role": "assistant", "content": ""}}) + events
         return events
 
     def _choice(self, text):

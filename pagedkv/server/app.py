@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 import pagedkv
-from pagedkv.server.answer import ChatAnswer, CompletionAnswer
+from pagedkv.server.answer import ChatAnswer, CompletionAnswer, encode, event
 from pagedkv.server.api import ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from pagedkv.server.door import Door, log
 from pagedkv.server.metrics import Metrics
@@ -24,12 +24,10 @@ RETRY_AFTER_S = 1
 
 
 class _JSON(Response):
-    """Plain ASCII, so that a lone surrogate in a message is no error."""
-
     media_type = "application/json"
 
     def render(self, content):
-        return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+        return encode(content).encode()
 
 
 class _Events(StreamingResponse):
@@ -49,10 +47,6 @@ def _respond(error):
     return _JSON(error.body(), error.status, error.headers)
 
 
-def _event(data):
-    return f"data: {json.dumps(data, separators=(',', ':'), allow_nan=False)}\n\n"
-
-
 class Service:
     """What the routes do, over one engine.
 
@@ -69,7 +63,7 @@ class Service:
     def __init__(self, llm, model_name, max_queue=256, log_requests=False):
         self.llm, self.model_name, self.log_requests = llm, model_name, log_requests
         self.metrics = Metrics(llm, model_name)
-        self.viewers = Viewers(llm, _event)
+        self.viewers = Viewers(llm, event)
         self._most_open = llm._engine.scheduler.max_num_seqs + max_queue
         self._n_open = 0  # choices that were taken and have not ended
 
@@ -175,13 +169,12 @@ class Service:
         async with aclosing(pieces):
             try:
                 async for some in pieces:
-                    for piece in some:
-                        for event in answer.events(*piece):
-                            yield _event(event)
-                if (event := answer.last_event()) is not None:
-                    yield _event(event)
+                    if events := "".join([answer.events(*piece) for piece in some]):
+                        yield events
+                if last := answer.last_event():
+                    yield last
             except ApiError as error:
-                yield _event(error.body())
+                yield event(error.body())
         yield "data: [DONE]\n\n"
 
     def watch(self):
@@ -228,6 +221,11 @@ async def _refusing(work):
 
 async def _merged(generators):
     """What several generators yield, as (its place, item), as it comes. An error of one ends all."""
+    if len(generators) == 1:  # without tasks and a queue between, which every token would pass
+        async with aclosing(generators[0]) as generator:
+            async for item in generator:
+                yield 0, item
+        return
     queue = asyncio.Queue()
 
     async def pump(place, generator):

@@ -42,6 +42,8 @@ class Metrics:
             ("num_requests_waiting", "Choices that wait for their turn.", stats["waiting"]),
             ("kv_cache_usage_perc", "Part of the blocks that running choices hold; 1 is all.",
              stats["blocks_used"] / self._llm.pool.n_blocks),
+            ("kv_cache_blocks_shared", "Blocks that several running choices hold; the prefix cache is not counted.",
+             stats["blocks_shared"]),
             ("kv_cache_blocks_cached", "Blocks kept for later prompts, evicted when needed.", stats["blocks_cached"]),
         ):  # fmt: skip
             gauge = GaugeMetricFamily(f"pagedkv:{name}", what, labels=["model_name"])
