@@ -8,7 +8,6 @@ import argparse
 import shutil
 
 import test_page
-from playwright.sync_api import sync_playwright
 from promise_rows import REAL_MODEL
 from test_page import FLAGS, Served, Shown, asked, until
 
@@ -29,6 +28,8 @@ def main():
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--width", type=int, default=1280)
     args = parser.parse_args()
+    from playwright.sync_api import sync_playwright  # here, as pytest imports this file to look for doctests
+
     pk.set_num_threads(1)
     served = Served(pk.LlamaModel.load(REAL_MODEL), REAL_MODEL, gated=True, n_blocks=168)
     served.llm._engine._end_ids = frozenset(served.llm.model.config.eos_token_ids)

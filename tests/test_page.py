@@ -3,7 +3,6 @@
 The server runs in this process, so that the engine can be held between two steps while the page is compared with it.
 """
 
-import asyncio
 import json
 import math
 import re
@@ -613,7 +612,7 @@ def test_a_large_pool_on_a_small_screen_in_the_dark(model, show):
         assert red < 60 and green < 60 and blue < 70
 
 
-def test_a_server_that_comes_back(model, show):
+def test_a_server_that_goes_away(model, show):
     with serving(model, n_blocks=24) as served:
         shown = show(served)
         shown.until("pool")
@@ -633,4 +632,3 @@ def test_nobody_is_watched_by_a_hidden_page(model, show):
         until(lambda: served.service.viewers._n == 1)
         shown.page.close()
         until(lambda: served.service.viewers._n == 0)
-        assert asyncio.iscoroutinefunction(served.llm.pool_map)

@@ -98,8 +98,10 @@ class AsyncLLM:
         Raises
         ------
         RuntimeError
-            After :meth:`shutdown`.
+            After :meth:`shutdown`; in a child that was forked during a step.
         """
+        if isinstance(self._llm._lock, Torn):
+            self._llm._lock.refuse()
         future = concurrent.futures.Future()
 
         def take():
