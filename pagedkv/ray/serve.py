@@ -19,8 +19,9 @@ from starlette.responses import Response
 from pagedkv.engine import AsyncLLM
 from pagedkv.ray.routing import PrefixRouter, prefix_keys
 from pagedkv.ray.threads import use_assigned_cpus
+from pagedkv.server.answer import event
 from pagedkv.server.api import ApiError
-from pagedkv.server.app import _event, _respond, make_app
+from pagedkv.server.app import _respond, make_app
 from pagedkv.server.door import Door
 from pagedkv.threads import default_num_threads
 
@@ -127,7 +128,7 @@ class Front:
         except RayActorError:
             if is_stream:
                 error = ApiError(503, "the replica died; try again")
-                await send({"type": "http.response.body", "body": (_event(error.body()) + "data: [DONE]\n\n").encode()})
+                await send({"type": "http.response.body", "body": (event(error.body()) + "data: [DONE]\n\n").encode()})
             elif began:
                 raise
             return is_stream
