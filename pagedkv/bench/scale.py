@@ -50,7 +50,7 @@ def in_a_process(args, threads):
     counts = {"--rows": args.rows, "--tokens": args.tokens, "--threads": threads}
     command = [sys.executable, "-m", "pagedkv.bench.scale", "--model", args.model, "--weights", args.weights,
                *(str(each) for pair in counts.items() for each in pair)]  # fmt: skip
-    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
 
 
 def with_ray(args, n_actors, threads):
