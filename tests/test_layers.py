@@ -9,7 +9,7 @@ import pagedkv
 PACKAGE = Path(pagedkv.__file__).parent
 LAYERS = [{"errors", "progress"}, {"_core"}, {"threads", "config", "rope"},
           {"pool", "sequence", "ops", "attention", "formats", "hub", "tokenizer", "chat", "sandbox"},
-          {"model"}, {"plot"}, {"engine", "batch", "scoring"}, {"__init__"}, {"bench", "lm_eval", "server"},
+          {"model"}, {"plot"}, {"engine", "batch", "scoring"}, {"__init__"}, {"bench", "lm_eval", "server", "ray"},
           {"cli", "__main__"}]  # fmt: skip
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -320,17 +320,25 @@ def run(engine, lines, plan, output, stamp, defaults, chat, outcome, progress, r
         raise BatchError(f"{lines.name} was changed while it was read")
 
 
-def _fits_pool(engine, ids, params, outcome):
-    """Whether the engine can run it; a pool that is too small is counted, and no fault of the line."""
+def check_fits(engine, ids, params):
+    """Raise what keeps a request from running: a :class:`LineError`, or PoolExhausted, which is no fault of the line."""
     try:
         engine.check(ids, params)
+    except PoolExhausted:
+        raise
+    except BoundsError as error:
+        raise LineError("too_long", f"the prompt is too long: {error.message}") from None
+    except (PagedKVError, ValueError) as error:
+        raise LineError("bad_request", f"the prompt: {getattr(error, 'message', error)}") from None
+
+
+def _fits_pool(engine, ids, params, outcome):
+    """Whether the engine can run it; a pool that is too small is counted."""
+    try:
+        check_fits(engine, ids, params)
         return True
     except PoolExhausted:
         n_rows = len(ids) + min(params.max_tokens, engine.model.config.context_len - len(ids)) - 1
         outcome.n_too_large += 1
         outcome.n_blocks_needed = max(outcome.n_blocks_needed, -(-n_rows // engine.pool.block_size))
         return False
-    except BoundsError as error:
-        raise LineError("too_long", f"the prompt is too long: {error.message}") from None
-    except (PagedKVError, ValueError) as error:
-        raise LineError("bad_request", f"the prompt: {getattr(error, 'message', error)}") from None

@@ -159,7 +159,7 @@ def _id(value):
 
 
 def short(value):
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False, default=str)  # a dataset's values may be dates or bytes
     return text if len(text) <= 60 else text[:57] + "..."
 
 
