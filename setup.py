@@ -25,7 +25,7 @@ else:
     compile_args, link_args = ["-O3", "-ffp-contract=off", "-fopenmp", "-fno-math-errno"], ["-fopenmp"]
 
 if SANITIZE:
-    compile_args = [*compile_args, "-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={SANITIZE}"]
+    compile_args = [*compile_args, "-O1", "-g1", "-fno-omit-frame-pointer", f"-fsanitize={SANITIZE}"]
     link_args = [*link_args, f"-fsanitize={SANITIZE}"]
 
 core = Extension(

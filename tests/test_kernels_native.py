@@ -81,8 +81,9 @@ def test_isa_was_compared(native, isa):
         pytest.skip(f"{isa} does not run on this CPU")
 
 
-@pytest.mark.parametrize("level", ["-O0", "-O1", "-O3"])
+@pytest.mark.parametrize("level", ["-O0", "-O3"])
 def test_optimisation_level_does_not_show(native, tmp_path, level):
+    """-O2 is the fixture's, -O1 that of the sanitizers' test."""
     assert run(build(tmp_path, require_host_compiler(), level))[0] == native[0]
 
 
@@ -90,11 +91,15 @@ def test_optimisation_level_does_not_show(native, tmp_path, level):
 def test_compiler_does_not_show(native, tmp_path, compiler):
     if not shutil.which(compiler):
         pytest.skip(f"{compiler} is not installed")
+    if Path(shutil.which(compiler)).samefile(shutil.which(host_compiler()[0])):
+        pytest.skip(f"{compiler} -O3 is in test_optimisation_level_does_not_show")
     assert run(build(tmp_path, [compiler], "-O3"))[0] == native[0]
 
 
+@pytest.mark.slow
 def test_sanitizers_find_nothing(native, tmp_path):
-    flags = ["-O1", "-g", "-fsanitize=undefined,address", "-fno-sanitize-recover=all"]
+    """As .ci/sanitize does; the compiler takes over a minute."""
+    flags = ["-O1", "-g1", "-fsanitize=undefined,address", "-fno-sanitize-recover=all"]
     compiler = require_host_compiler()
     empty = tmp_path / "empty.c"
     empty.write_text("int main(void) { return 0; }\n")
@@ -104,7 +109,7 @@ def test_sanitizers_find_nothing(native, tmp_path):
     assert run(build(tmp_path, compiler, *flags))[0] == native[0]
 
 
-@pytest.mark.parametrize("level", ["-O0", "-O3"])
+@pytest.mark.parametrize("level", [pytest.param("-O0", marks=pytest.mark.slow), "-O3"])
 def test_aarch64_gives_the_same_bits(native, tmp_path, level):
     """NEON equals scalar there, and scalar there equals scalar here."""
     if not shutil.which(CROSS):
