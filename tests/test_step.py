@@ -537,7 +537,8 @@ for n in range(1, 120):                  # the collector runs at the n-th alloca
     del seqs
     gc.collect()
     assert pool.n_free == pool.n_blocks
-assert outcomes == {"stepped", "refused"}, outcomes
+# From 3.12 on the collector waits for the interpreter's loop, and may never come inside a step.
+assert outcomes == {"stepped", "refused"} or sys.version_info >= (3, 12) and outcomes == {"stepped"}, outcomes
 """
 
 
