@@ -438,7 +438,7 @@ class Engine:
         """
         samples = [SampleBlocks.of(sample) for request in self._live.values() for sample in request.samples
                    if sample.finish_reason is None]  # fmt: skip
-        return PoolMap(self.pool.block_size, self.pool.ref_counts, self.cache.has_block.copy(), tuple(samples),
+        return PoolMap(self.pool.block_size, self.pool.ref_counts, self.cache.owned(), tuple(samples),
                        self.stats())  # fmt: skip
 
     def stats(self):

@@ -31,18 +31,12 @@ class PrefixCache:
     pool : BlockPool
     enabled : bool
         False: nothing is found and nothing kept.
-
-    Attributes
-    ----------
-    has_block : numpy.ndarray
-        bool ``[n_blocks]``: those that the cache owns.
     """
 
     def __init__(self, pool, enabled=True):
         self._pool, self._enabled = pool, enabled
         self._root = Node(None, (), -1, None)
         self._idle = {}  # Nodes without users, the longest left first
-        self.has_block = np.zeros(pool.n_blocks, bool)
         self.n_queries = self.n_hits = self.n_evicted = 0  # tokens asked for, tokens found, blocks given back
 
     @property
@@ -82,12 +76,21 @@ class PrefixCache:
 
     def leave_all(self):
         """No path has users any more, whatever was counted."""
+        for node in reversed(self._nodes()):
+            node.n_users = 0
+            self._idle.setdefault(node)
+
+    def _nodes(self):
         nodes = list(self._root.children.values())
         for node in nodes:  # grows: parents before children
             nodes += node.children.values()
-        for node in reversed(nodes):
-            node.n_users = 0
-            self._idle.setdefault(node)
+        return nodes
+
+    def owned(self):
+        """Whether the cache owns each block, bool ``[n_blocks]``."""
+        owned = np.zeros(self._pool.n_blocks, bool)
+        owned[[node.block_id for node in self._nodes()]] = True
+        return owned
 
     def extend(self, path, tokens, seq):
         """Add the full blocks of `seq` past its path, whose rows it has computed, and use them.
@@ -117,9 +120,7 @@ class PrefixCache:
             elif node.block_id != block_id:
                 # Computed twice, the same bits. Own the newer copy: the sequence that holds it runs, and at the worst
                 # alone, when every block that it does not need itself must be free for it.
-                self.has_block[node.block_id] = False
                 node.block_id, node.owner = block_id, owner
-            self.has_block[block_id] = True
             self.hold([node])
             path.append(node)
 
@@ -130,7 +131,6 @@ class PrefixCache:
             node = next(iter(self._idle))
             del self._idle[node]
             del node.parent.children[node.tokens]
-            self.has_block[node.block_id] = False
             node.owner.free()
         self.n_evicted += n
         return n
