@@ -121,7 +121,7 @@ NOT_PUBLIC = r"""
 pagedkv\._core\.(__reduce_cython__|__setstate_cython__|__test__)
 pagedkv\.lm_eval
 pagedkv\.server\..*
-pagedkv\.ray\..*
+pagedkv\.ray(\..*)?
 pagedkv\.sandbox\..*
 pagedkv\.bench\..*
 """
