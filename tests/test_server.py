@@ -298,7 +298,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
     (GOOD | {"prompt": ["abc", "a" * 700]}, 400, "prompt", "prompt 1: the prompt has 700 tokens"),
     (GOOD | {"prompt": 3}, 400, "prompt", "prompt must be"),
     (GOOD | {"prompt": []}, 400, "prompt", "prompt must be"),
-    (GOOD | {"prompt": ""}, 400, None, "no tokens"),
+    (GOOD | {"prompt": ""}, 400, "prompt", "the prompt has no tokens"),
     (GOOD | {"prompt": [["a"]]}, 400, "prompt", "prompt 0 of the list"),
     (GOOD | {"prompt": [True]}, 400, "prompt", "prompt 0 of the list"),
     (GOOD | {"prompt": [999]}, 400, None, "token 999 at place 0 is outside"),

@@ -134,7 +134,9 @@ class Service:
     def _check(self, ids, params):
         n, most = len(ids), self.llm._llm.max_model_len
         wanted = params.max_tokens or 1  # fewer may come of None
-        if n and n + wanted > most:
+        if not n:
+            raise ApiError(400, "the prompt has no tokens", "prompt")
+        if n + wanted > most:
             raise ApiError(400, f"the prompt has {n} tokens and {wanted} are asked for, {n + wanted} together; this "
                            f"server holds {most}", "prompt", "context_length_exceeded")  # fmt: skip
         self.llm._engine.check(ids, params)
