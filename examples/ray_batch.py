@@ -23,7 +23,8 @@ def answer(source: str, target: str, model: str, actors: int, threads: int, max_
         fn_constructor_kwargs={"model": model, "column": "question", "chat": True,
                                "sampling_params": {"temperature": 0.7, "max_tokens": max_tokens}},
         num_cpus=threads,  # also the threads of each actor
-        compute=ray.data.ActorPoolStrategy(size=actors),
+        # A batch takes long: none may wait in an actor while another one is idle.
+        compute=ray.data.ActorPoolStrategy(size=actors, max_tasks_in_flight_per_actor=1),
         batch_size=256,  # 64 of a batch's rows are decoded at a time, so a few times as many
         batch_format="pyarrow",
     )  # fmt: skip

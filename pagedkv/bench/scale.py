@@ -72,8 +72,8 @@ def with_ray(args, n_actors, threads):
     options = {"model": args.model, "weights": args.weights, "row_params": ["seed"], "sampling_params": params}
     started = time.time()
     found = ray.data.from_items(rows, override_num_blocks=n_actors).map_batches(
-        Timed, fn_constructor_kwargs=options, num_cpus=threads, compute=ray.data.ActorPoolStrategy(size=n_actors),
-        batch_size=None, batch_format="pyarrow").take_all()  # fmt: skip
+        Timed, fn_constructor_kwargs=options, num_cpus=threads, batch_size=None, batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(size=n_actors, max_tasks_in_flight_per_actor=1)).take_all()  # fmt: skip
     job_s = time.time() - started
     found.sort(key=lambda row: row["row"])
     return {"tokens": [row["generated_token_ids"] for row in found], "job_s": job_s,
