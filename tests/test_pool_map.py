@@ -37,7 +37,7 @@ class Watched:
     """What each sample's blocks were after each step, and the copies that this shows."""
 
     def __init__(self):
-        self.tables, self.copies, self.preempted = {}, {}, set()
+        self.tables, self.copies, self.preempted, self.seqs = {}, {}, set(), {}
 
     def note(self, samples):
         for sample in samples:
@@ -48,6 +48,10 @@ class Watched:
                 self.copies.pop(name, None)
                 continue
             self.preempted.discard(name)
+            if self.seqs.get(name) is not sample.seq:  # begun, perhaps in the step that took its blocks: computed, not copied
+                self.tables.pop(name, None)
+                self.copies.pop(name, None)
+            self.seqs[name] = sample.seq
             table = sample.seq.block_table.tolist()
             for old, new in zip(self.tables.get(name, ()), table):
                 if old != new:
