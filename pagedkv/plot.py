@@ -47,7 +47,9 @@ def draw_pool(pool_map, dark=False):
     axes = figure.add_axes((0.3 / width, bottom / height, 1 - 0.6 / width, cell * n_rows / height))
     axes.set(xlim=(0, n_columns), ylim=(n_rows, 0))
     axes.axis("off")
-    looks = [_look(pool_map, block_id, owners) for block_id, owners in enumerate(_owners(pool_map)[:n_shown])]
+    filled = pool_map.n_filled / pool_map.block_size
+    looks = [_look(pool_map, block_id, owners, float(filled[block_id]))
+             for block_id, owners in enumerate(_owners(pool_map)[:n_shown])]  # fmt: skip
     _draw_cells(axes, [(i % n_columns, i // n_columns) for i in range(n_shown)], looks, 1.0, dark, 65 * cell)
 
     def write(x, inches, text, size=10, colour="ink", **options):
@@ -111,10 +113,8 @@ def _request_lines(pool_map):
     return lines
 
 
-def _look(pool_map, block_id, owners):
+def _look(pool_map, block_id, owners, full):
     hues = list(dict.fromkeys(_hue(sample.number) for sample in owners))[:4]
-    n_rows = [sample.n_rows - pool_map.block_size * sample.block_table.tolist().index(block_id) for sample in owners]
-    full = 1.0 if pool_map.cached[block_id] else min(1.0, max(n_rows, default=0) / pool_map.block_size)
     copied = any(sample.copied is not None and sample.copied[0] == block_id for sample in owners)
     return {"hues": hues, "n": len(owners), "full": full, "cached": bool(pool_map.cached[block_id]), "copied": copied,
             "outside": int(pool_map.ref_counts[block_id]) > len(owners) + int(pool_map.cached[block_id])}  # fmt: skip

@@ -7,7 +7,7 @@ from collections import deque
 
 import numpy as np
 
-from pagedkv.engine.pool_map import PoolMap, SampleBlocks
+from pagedkv.engine.pool_map import PoolMap, SampleBlocks, count_owners
 from pagedkv.engine.prefix_cache import PrefixCache
 from pagedkv.engine.request import Request
 from pagedkv.engine.sampler import Sampler
@@ -459,8 +459,7 @@ class Engine:
         n_free, n_cached = self.pool.n_free, self.cache.n_idle
         # Without a lock, as AsyncLLM asks: a sequence may be taken away meanwhile.
         seqs = [sample.seq for sample in list(self.scheduler.running)]
-        tables = [seq.block_table for seq in seqs if seq is not None]
-        n_owners = np.bincount(np.concatenate([np.empty(0, np.int32), *tables]))
+        n_owners = count_owners([seq.block_table for seq in seqs if seq is not None], self.pool.n_blocks)
         return {
             "running": len(self.scheduler.running), "waiting": len(self.scheduler.waiting),
             "blocks_free": n_free, "blocks_used": self.pool.n_blocks - n_free - n_cached, "blocks_cached": n_cached,

@@ -7,6 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 
+def count_owners(tables, n_blocks):
+    """How many block tables hold each block, int64 ``[n_blocks]``."""
+    return np.bincount(np.concatenate([np.empty(0, np.int32), *tables]), minlength=n_blocks)
+
+
 @dataclass(frozen=True, slots=True)
 class SampleBlocks:
     """A sample that runs or waits, and its blocks.
@@ -87,8 +92,7 @@ class PoolMap:
     @property
     def n_owners(self) -> npt.NDArray[np.int64]:
         """How many samples hold each block, int64 ``[n_blocks]``."""
-        tables = [sample.block_table for sample in self.samples]
-        return np.bincount(np.concatenate([np.empty(0, np.int32), *tables]), minlength=self.n_blocks)
+        return count_owners([sample.block_table for sample in self.samples], self.n_blocks)
 
     @property
     def n_filled(self) -> npt.NDArray[np.int64]:

@@ -21,7 +21,7 @@ from pagedkv.ray.routing import PrefixRouter, prefix_keys
 from pagedkv.ray.threads import use_assigned_cpus
 from pagedkv.server.answer import event
 from pagedkv.server.api import ApiError
-from pagedkv.server.app import _respond, make_app
+from pagedkv.server.app import make_app, respond
 from pagedkv.server.door import Door
 from pagedkv.threads import default_num_threads
 
@@ -92,7 +92,7 @@ class Front:
         if key is not None and not key.strip():
             raise ValueError("the API key, of PAGEDKV_API_KEY, is empty")
         self._replicas = replicas
-        self._response = _Through(Door(self._pass, _respond, key))
+        self._response = _Through(Door(self._pass, respond, key))
 
     async def __call__(self, _):
         return self._response

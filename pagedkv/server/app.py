@@ -43,7 +43,7 @@ class _Events(StreamingResponse):
                 await super().__call__(scope, receive, send)
 
 
-def _respond(error):
+def respond(error):
     return _JSON(error.body(), error.status, error.headers)
 
 
@@ -305,25 +305,25 @@ def make_app(llm, model_name, api_key=None, max_queue=256, cors=(), log_requests
     # The pages /docs and /redoc load scripts from elsewhere.
     app = FastAPI(title="pagedkv", version=pagedkv.__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.service = service
-    app.add_middleware(Door, respond=_respond, api_key=api_key)
+    app.add_middleware(Door, respond=respond, api_key=api_key)
     if cors:
         app.add_middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"])
 
     @app.exception_handler(ApiError)
     async def refuse(_, error):
-        return _respond(error)
+        return respond(error)
 
     @app.exception_handler(RequestValidationError)
     async def refuse_body(_, error):
         first = error.errors()[0]
         where = ".".join(str(each) for each in first["loc"][1:] if first["type"] != "json_invalid")
         what = first["msg"] if where else "the body must be a JSON object, with Content-Type: application/json"
-        return _respond(ApiError(400, f"{where}: {what}" if where else what, where or None))
+        return respond(ApiError(400, f"{where}: {what}" if where else what, where or None))
 
     @app.exception_handler(HTTPException)
     async def refuse_other(http, error):
         message = f"{http.method} {http.url.path}: {error.detail}"
-        return _respond(ApiError(error.status_code, message, **(error.headers or {})))
+        return respond(ApiError(error.status_code, message, **(error.headers or {})))
 
     @app.get("/")
     async def root():
