@@ -375,8 +375,9 @@ def _sampling(args):
 
 
 def _speculative(args):
-    """What LLM takes: a method, or a model by its path or name."""
-    return args.speculative if args.speculative in (None, "ngram") else {"model": args.speculative}
+    from pagedkv.engine.speculation import speculative_of
+
+    return speculative_of(args.speculative)
 
 
 def _check_show(args):

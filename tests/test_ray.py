@@ -577,5 +577,20 @@ def test_a_killed_replica(url, client, oracle):
 def test_arguments_as_the_command_gives_them():
     args = AppArgs.model_validate({"model": "m/tiny.gguf", "num_replicas": "2", "num_threads": "3"})
     assert (args.num_replicas, args.num_threads) == (2, 3)
-    with pytest.raises(ValueError, match="num_replica"):
-        AppArgs.model_validate({"num_replica": 2})
+    for wrong in ({"num_replica": 2}, {"num_replicas": 0}, {"kv_dtype": "float8"}, {"compute": "int4"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            AppArgs.model_validate(wrong)
+
+
+def test_a_model_that_is_not_there_is_said_before_a_replica_starts(gguf):
+    with pytest.raises(pk.ModelNotFound, match="other.gguf"):
+        app(AppArgs(model="other.gguf"))
+    with pytest.raises(pk.ModelNotFound, match="nonsense"):
+        app(AppArgs(model=gguf, speculative="nonsense"))
+
+
+def test_speculative_names_what_it_names_for_the_server(gguf):
+    for said, meant in ((None, None), ("ngram", "ngram"), (gguf, {"model": gguf})):
+        options = AppArgs(model=gguf, speculative=said, n_blocks=100).llm_options()
+        assert options["speculative"] == meant
+        pk.LLM(gguf, **options)

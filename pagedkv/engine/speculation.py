@@ -187,6 +187,11 @@ FIELDS = {"ngram": {"num_speculative_tokens", "prompt_lookup_max", "prompt_looku
           "draft_model": {"num_speculative_tokens", "model"}}  # fmt: skip
 
 
+def speculative_of(what):
+    """What :class:`LLM` takes for what a command says: nothing, a method's name, or a model by its path or name."""
+    return what if what in (None, "ngram") else {"model": what}
+
+
 def read_speculative(speculative, model, n_tokens, block_size):
     """The Drafter that the argument of :class:`LLM` means, or None.
 

@@ -7,6 +7,7 @@ what the replica answers goes through as it comes, streams event by event.
 import asyncio
 import os
 import secrets
+from typing import Literal
 
 from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,6 +18,8 @@ from ray.serve.config import RequestRouterConfig
 from starlette.responses import Response
 
 from pagedkv.engine import AsyncLLM
+from pagedkv.engine.speculation import speculative_of
+from pagedkv.hub import find_model
 from pagedkv.ray.routing import PrefixRouter, prefix_keys
 from pagedkv.ray.threads import use_assigned_cpus
 from pagedkv.server.answer import event
@@ -184,16 +187,24 @@ class AppArgs(BaseModel):
     max_num_seqs: PositiveInt = 64
     max_queue: NonNegativeInt = 256
     n_blocks: PositiveInt | None = None
-    kv_dtype: str = "float32"
-    compute: str = "float32"
+    kv_dtype: Literal["float32", "float16", "bfloat16", "q8_0"] = "float32"
+    compute: Literal["float32", "int8"] = "float32"
     speculative: str | None = None
     log_requests: bool = False
+
+    def llm_options(self):
+        """What the engine of a replica is made with, beside the model."""
+        options = self.model_dump(include={"max_num_seqs", "n_blocks", "kv_dtype", "compute"})
+        return options | {"speculative": speculative_of(self.speculative)}
 
 
 def app(args: AppArgs) -> serve.Application:
     """The application: a front, and replicas behind it."""
-    llm_options = args.model_dump(include={"max_num_seqs", "n_blocks", "kv_dtype", "compute", "speculative"})
-    app_options = args.model_dump(include={"max_queue", "log_requests"})
+    llm_options, app_options = args.llm_options(), args.model_dump(include={"max_queue", "log_requests"})
+    # What is not there is said here, once and at once, and not by each replica after each of Serve's attempts.
+    find_model(args.model)
+    if isinstance(llm_options["speculative"], dict):
+        find_model(llm_options["speculative"]["model"])
     name = args.model_name or os.path.basename(os.path.normpath(args.model)).removesuffix(".gguf")
     replicas = serve.deployment(
         Replica, name="Replica", num_replicas=args.num_replicas, max_ongoing_requests=UNBOUNDED,
