@@ -379,12 +379,15 @@ class Router(PrefixRouter):
         for name, load in loads.items():
             self.replica_queue_len_cache.update(self.ids[name], load)
 
-    def route(self, prompt):
-        """The replica that Serve takes, as it reads the ranks."""
+    def ranks(self, prompt):
         keys = prefix_keys(json.dumps({"prompt": prompt}).encode())
         pending = SimpleNamespace(args=(keys,), routing_context=SimpleNamespace())
         replicas = [SimpleNamespace(replica_id=self.ids[name]) for name in self.loads]
-        first = asyncio.run(self.choose_replicas(replicas, pending))[0]
+        return asyncio.run(self.choose_replicas(replicas, pending)), pending
+
+    def route(self, prompt):
+        """The replica that Serve takes, as it reads the ranks."""
+        (first, *_), pending = self.ranks(prompt)
         chosen = min(first, key=lambda replica: self.loads[replica.replica_id.unique_id]).replica_id
         self.on_request_routed(pending, chosen, None)
         return chosen.unique_id
@@ -406,6 +409,51 @@ def test_a_prefix_stays_with_its_replica_unless_others_are_idle():
     assert router.route(talk + "and so on") == other  # which has it by now
     router.set(**{name: 0 for name in "abc" if name != other})
     assert router.route(talk) != other  # it died
+
+
+def test_a_home_with_too_much_to_do_is_left():
+    router = Router(a=0, b=0)
+    home = router.route("x")
+    router.set(**{name: 30 if name == home else 0 for name in "ab"})
+    assert router.route("x") != home
+
+
+def test_the_longest_prefix_that_is_known_counts():
+    router, beginning = Router(a=0, b=0), "You are helpful. " * 4
+    one, two = beginning + "A cat. " * 20, beginning + "A dog. " * 20
+    home = router.route(one)
+    router.set(**{name: 30 if name == home else 0 for name in "ab"})
+    other = router.route(two)  # which is now the last to have had the beginning, too
+    assert other != home
+    router.set(a=0, b=0)
+    assert router.route(one + "And?") == home and router.route(two + "And?") == other
+
+
+def test_ranks_name_all_replicas_and_ask_for_a_pause_between_rounds():
+    """Serve goes on to the second rank where the first one is full, and would ask again and again without the pause."""
+    ranks, pending = Router(a=0, b=0, c=0).ranks("x")
+    assert [len(rank) for rank in ranks] == [1, 2]
+    assert {replica.replica_id.unique_id for rank in ranks for replica in rank} == {"a", "b", "c"}
+    assert pending.routing_context.should_backoff
+
+
+def test_a_replica_of_which_nothing_was_heard_counts_as_idle():
+    router = Router(a=0, b=0)
+    home = router.route("x")
+    router.replica_queue_len_cache.update(router.ids[home], 30)
+    for name in {"a", "b"} - {home}:
+        router.replica_queue_len_cache.invalidate_key(router.ids[name])
+    ranks, _ = router.ranks("x")
+    assert [len(rank) for rank in ranks] == [2]  # the least busy one
+
+
+def test_prefixes_that_were_not_seen_for_long_are_forgotten(monkeypatch):
+    monkeypatch.setattr("pagedkv.ray.routing.MOST_PREFIXES", 3)
+    router = Router(a=0, b=0)
+    for prompt in ("old", "used", "x", "used", "y", "z"):
+        router.route(prompt)
+    (kept,), (gone,) = (prefix_keys(json.dumps({"prompt": prompt}).encode()) for prompt in ("used", "old"))
+    assert len(router._homes) == 3 and kept in router._homes and gone not in router._homes
 
 
 def test_merged_metrics(oracle):
