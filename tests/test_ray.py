@@ -483,6 +483,33 @@ def test_the_key_is_asked_for_at_the_front(monkeypatch):
         Front(None)
 
 
+def test_the_key_of_who_starts_the_application_goes_with_it(monkeypatch, gguf):
+    """A cluster that is there already has another environment than the command that starts the application."""
+    bound = []
+
+    def deployment(*_, **__):
+        return SimpleNamespace(bind=lambda *args: bound.append(args))
+
+    monkeypatch.setattr("ray.serve.deployment", deployment)
+    monkeypatch.setenv("PAGEDKV_API_KEY", "secret")
+    app(AppArgs(model=gguf))
+    monkeypatch.delenv("PAGEDKV_API_KEY")
+
+    async def status(front, **headers):
+        transport = httpx.ASGITransport(await front(None))
+        async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+            return (await client.get("/v1/models", headers=headers)).status_code
+
+    front = Front(*bound[-1])
+    assert asyncio.run(status(front)) == 401
+    assert asyncio.run(status(front, authorization="Bearer secret")) == 500  # it goes on, to no replica
+    monkeypatch.setenv("PAGEDKV_API_KEY", "other")  # of the machine where the front runs
+    assert asyncio.run(status(Front(*bound[-1]), authorization="Bearer other")) == 401
+    monkeypatch.setenv("PAGEDKV_API_KEY", " ")
+    with pytest.raises(ValueError, match="empty"):
+        app(AppArgs(model=gguf))
+
+
 # -- online ---------------------------------------------------------------------------------------
 
 

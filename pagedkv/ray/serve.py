@@ -87,15 +87,20 @@ class _Through(Response):
         await self._application(scope, receive, send)
 
 
-class Front:
-    """Reads requests, and passes answers on."""
+def _key():
+    """The API key of this process, or None."""
+    key = os.environ.get("PAGEDKV_API_KEY")
+    if key is not None and not key.strip():
+        raise ValueError("the API key, of PAGEDKV_API_KEY, is empty")
+    return key
 
-    def __init__(self, replicas):
-        key = os.environ.get("PAGEDKV_API_KEY")
-        if key is not None and not key.strip():
-            raise ValueError("the API key, of PAGEDKV_API_KEY, is empty")
+
+class Front:
+    """Reads requests, and passes answers on. Without a key it asks for the one of its process."""
+
+    def __init__(self, replicas, key=None):
         self._replicas = replicas
-        self._response = _Through(Door(self._pass, respond, key))
+        self._response = _Through(Door(self._pass, respond, _key() if key is None else key))
 
     async def __call__(self, _):
         return self._response
@@ -213,4 +218,6 @@ def app(args: AppArgs) -> serve.Application:
     ).bind(args.model, name, app_options, llm_options)  # fmt: skip
     # It waits more than it works: no CPU is counted for it.
     front = serve.deployment(Front, name="Front", max_ongoing_requests=UNBOUNDED, ray_actor_options={"num_cpus": 0})
-    return front.bind(replicas)
+    # The key of who starts it goes along, as processes of a cluster that is there already do not have it: without, a
+    # server that was meant to ask for it would be open.
+    return front.bind(replicas, _key())
