@@ -39,5 +39,8 @@ if __name__ == "__main__":
     parser.add_argument("--actors", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    ray.init(num_cpus=None if "RAY_ADDRESS" in os.environ else args.actors * args.threads + 1)
+    if "RAY_ADDRESS" in os.environ:
+        ray.init()
+    else:  # "local": without it Ray looks for a cluster that runs here already, and then refuses a number of CPUs
+        ray.init("local", num_cpus=args.actors * args.threads + 1)
     answer(args.source, args.target, args.model, args.actors, args.threads)

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -342,6 +343,18 @@ def test_the_example_reads_and_writes_parquet(cluster, gguf, oracle, tmp_path):
         assert row["generated_text"] == want.outputs[0].text
     with pytest.raises(SystemExit, match="need 5 CPUs; the cluster has 4"):
         example("ray_batch").answer(str(questions), target, gguf, actors=2, threads=2)
+
+
+@pytest.mark.slow
+def test_the_example_starts_a_ray_of_its_own_beside_one_that_runs(cluster, gguf, tmp_path):
+    pq.write_table(pa.table({"question": texts(2)}), tmp_path / "questions.parquet")
+    script = Path(__file__).parents[1] / "examples" / "ray_batch.py"
+    env = child_env()
+    env.pop("RAY_ADDRESS", None)
+    done = subprocess.run([sys.executable, script, tmp_path / "questions.parquet", tmp_path / "answers", "--model", gguf],
+                          env=env, capture_output=True, text=True, timeout=WAIT_S)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(row["question"] for row in pq.read_table(tmp_path / "answers").to_pylist()) == sorted(texts(2))
 
 
 # -- routing --------------------------------------------------------------------------------------
