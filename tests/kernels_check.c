@@ -778,7 +778,7 @@ static void check_attn_scores(void) {
     static const int64_t keys[] = {0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 20, 33};
     for (int i = 0; i < COUNT(HEAD_DIMS); i++)
         for (int j = 0; j < COUNT(keys); j++) {
-            int64_t head_dim = HEAD_DIMS[i], n_k = keys[j], n_q = 1 + rng_below(5);
+            int64_t head_dim = HEAD_DIMS[i], n_k = keys[j], n_q = 1 + rng_below(9);
             int64_t ldk = head_dim + rng_below(3) * 8, lds = n_k + rng_below(4);
             int64_t n_s = (n_q - 1) * lds + n_k, n_keys = n_k ? (n_k - 1) * ldk + head_dim : 0;
             int mode = (int)rng_below(N_MODES);

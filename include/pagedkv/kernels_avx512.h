@@ -428,12 +428,208 @@ static void pkv_matmul_coded_avx512(int dtype, const float *x, int64_t ldx, int6
     by_rows[n_rows - 1](dtype, x, ldx, panel, n_k, y, ldy, n_cols);
 }
 
-/* K and V in 8 lanes: measured on Zen 4, the horizontal sums of 16 lanes cost more than they save (a block of 16
- * keys for 3 heads of 64: scores 98 ns, with 8 lanes 81; values 80 and 58). */
+/* ---- K and V ---- */
+
 #define pkv_kv_round_avx512 pkv_kv_round_avx2
-#define pkv_kv_expand_avx512 pkv_kv_expand_avx2
-#define pkv_attn_scores_f32_avx512 pkv_attn_scores_f32_avx2
-#define pkv_attn_values_f32_avx512 pkv_attn_values_f32_avx2
+
+/* Keeps a loaded value in its register; GCC would load it again for each product. */
+#define PKV_HOLD_AVX512(x) __asm__("" : "+v"(x))
+
+/* Sixteen values of a row as floats; dtype is a constant where this is inlined. */
+PKV_INLINE_AVX512 __m512 pkv_kv_load_avx512(int dtype, const uint8_t *values, int64_t i, __m512 scale) {
+    if (dtype == PKV_F16)
+        return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(values + 2 * i)));
+    if (dtype == PKV_BF16)
+        return _mm512_castsi512_ps(_mm512_slli_epi32(
+            _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(values + 2 * i))), 16));
+    __m128i codes = _mm_loadu_si128((const __m128i *)(const void *)(values + i));
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)), scale);
+}
+
+PKV_INLINE_AVX512 void pkv_kv_expand_of_avx512(int dtype, const pkv_kv_rows *rows, int64_t n_rows, int64_t n,
+                                               float *out, const uint8_t *next, int64_t next_stride) {
+    int64_t value_nbytes = pkv_kv_value_nbytes(dtype);
+    for (int64_t t = 0; t < n_rows; t++, out += n) {
+        const uint8_t *values = rows->values + t * rows->values_stride;
+        const uint8_t *scales = rows->scales + t * rows->scales_stride;
+        for (int64_t at = 0; at < n * value_nbytes; at += 64)
+            _mm_prefetch((const char *)next + t * next_stride + at, _MM_HINT_T1);
+        __m512 scale = _mm512_setzero_ps();
+        int64_t i = 0;
+        for (; i + 32 <= n; i += 32) {
+            if (dtype == PKV_Q8_0) /* groups are whole */
+                scale = _mm512_cvtph_ps(_mm256_set1_epi16((int16_t)pkv_load_u16(scales + i / PKV_KV_GROUP * 2)));
+            _mm512_storeu_ps(out + i, pkv_kv_load_avx512(dtype, values, i, scale));
+            _mm512_storeu_ps(out + i + 16, pkv_kv_load_avx512(dtype, values, i + 16, scale));
+        }
+        pkv_kv_rows rest = {values + i * value_nbytes, NULL, 0, 0};
+        if (i < n) /* of floats */
+            pkv_kv_expand_scalar(dtype, &rest, 1, n - i, out + i, next, next_stride);
+    }
+}
+
+static void pkv_kv_expand_avx512(int dtype, const pkv_kv_rows *rows, int64_t n_rows, int64_t n, float *out,
+                                 const uint8_t *next, int64_t next_stride) {
+    if (dtype == PKV_F16)
+        pkv_kv_expand_of_avx512(PKV_F16, rows, n_rows, n, out, next, next_stride);
+    else if (dtype == PKV_BF16)
+        pkv_kv_expand_of_avx512(PKV_BF16, rows, n_rows, n, out, next, next_stride);
+    else if (dtype == PKV_Q8_0)
+        pkv_kv_expand_of_avx512(PKV_Q8_0, rows, n_rows, n, out, next, next_stride);
+    else
+        pkv_kv_expand_scalar(dtype, rows, n_rows, n, out, next, next_stride);
+}
+
+/* The first two levels of the tree for four sets of lanes, 8 apart and 4 apart: four lanes of each are left, of the
+ * first set in the lowest four. */
+PKV_INLINE_AVX512 __m512 pkv_tree_halves_avx512(const __m512 *lanes) {
+    __m512 by_8[2];
+    for (int i = 0; i < 2; i++)
+        by_8[i] = _mm512_add_ps(_mm512_mask_blend_ps(0xFF00, lanes[2 * i], lanes[2 * i + 1]),
+                                _mm512_shuffle_f32x4(lanes[2 * i], lanes[2 * i + 1], _MM_SHUFFLE(1, 0, 3, 2)));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(by_8[0], by_8[1], _MM_SHUFFLE(2, 0, 2, 0)),
+                         _mm512_shuffle_f32x4(by_8[0], by_8[1], _MM_SHUFFLE(3, 1, 3, 1)));
+}
+
+/* The last two, 2 apart and 1 apart, for sixteen sets: lanes[i] has four lanes of each of sets 4 i to 4 i + 3. */
+PKV_INLINE_AVX512 __m512 pkv_tree_ends_avx512(const __m512 *lanes) {
+    __m512 by_2[2];
+    for (int i = 0; i < 2; i++)
+        by_2[i] = _mm512_add_ps(_mm512_shuffle_ps(lanes[2 * i], lanes[2 * i + 1], _MM_SHUFFLE(1, 0, 1, 0)),
+                                _mm512_shuffle_ps(lanes[2 * i], lanes[2 * i + 1], _MM_SHUFFLE(3, 2, 3, 2)));
+    __m512 sums = _mm512_add_ps(_mm512_shuffle_ps(by_2[0], by_2[1], _MM_SHUFFLE(2, 0, 2, 0)),
+                                _mm512_shuffle_ps(by_2[0], by_2[1], _MM_SHUFFLE(3, 1, 3, 1)));
+    /* Now sets 0, 4, 8, 12, then 1, 5, and so on. */
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), sums);
+}
+
+/* Dot products of H heads with 16 keys, four of them at a time: H * 4 chains, keys' and queries' elements loaded once
+ * for all. Meanwhile memory is asked for `next`. */
+#define PKV_SCORES_HEADS(H)                                                                                    \
+    static inline void pkv_scores_##H##heads_avx512(const float *q, const float *const *k, int64_t head_dim,   \
+                                                    const float *next, int64_t ldnext, __m512 *scores) {       \
+        __m512 halves[H][4];                                                                                   \
+        _Pragma("GCC unroll 4") for (int t = 0; t < 4; t++) {                                                  \
+            __m512 sum[H][4], key[4];                                                                          \
+            _Pragma("GCC unroll 4") for (int h = 0; h < H; h++)                                                \
+                _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) sum[h][j] = _mm512_setzero_ps();           \
+            int64_t d = 0;                                                                                     \
+            for (; d + 16 <= head_dim; d += 16) {                                                              \
+                _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {                                          \
+                    _mm_prefetch((const char *)(next + (4 * t + j) * ldnext + d), _MM_HINT_T0);                \
+                    key[j] = _mm512_loadu_ps(k[4 * t + j] + d);                                                \
+                    PKV_HOLD_AVX512(key[j]);                                                                   \
+                }                                                                                              \
+                _Pragma("GCC unroll 4") for (int h = 0; h < H; h++) {                                          \
+                    __m512 q_d = _mm512_loadu_ps(q + h * head_dim + d);                                        \
+                    PKV_HOLD_AVX512(q_d);                                                                      \
+                    _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++)                                        \
+                        sum[h][j] = _mm512_fmadd_ps(q_d, key[j], sum[h][j]);                                   \
+                }                                                                                              \
+            }                                                                                                  \
+            if (d < head_dim) {                                                                                \
+                __mmask16 tail = pkv_tail_mask_avx512(head_dim - d);                                           \
+                _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++)                                            \
+                    key[j] = _mm512_maskz_loadu_ps(tail, k[4 * t + j] + d);                                    \
+                _Pragma("GCC unroll 4") for (int h = 0; h < H; h++) {                                          \
+                    __m512 q_d = _mm512_maskz_loadu_ps(tail, q + h * head_dim + d);                            \
+                    _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++)                                        \
+                        sum[h][j] = _mm512_mask3_fmadd_ps(q_d, key[j], sum[h][j], tail);                       \
+                }                                                                                              \
+            }                                                                                                  \
+            _Pragma("GCC unroll 4") for (int h = 0; h < H; h++) halves[h][t] = pkv_tree_halves_avx512(sum[h]); \
+        }                                                                                                      \
+        _Pragma("GCC unroll 4") for (int h = 0; h < H; h++) scores[h] = pkv_tree_ends_avx512(halves[h]);       \
+    }
+PKV_SCORES_HEADS(1)
+PKV_SCORES_HEADS(2)
+PKV_SCORES_HEADS(3)
+PKV_SCORES_HEADS(4)
+#undef PKV_SCORES_HEADS
+
+/* Heads that go through K or V together, of n that are left: five are three and two, as a lone one has few chains. */
+static inline int64_t pkv_heads_avx512(int64_t n) { return n == 5 ? 3 : pkv_min(n, 4); }
+
+static void pkv_attn_scores_f32_avx512(const float *q, int64_t n_q, const float *k, int64_t ldk, int64_t n_k,
+                                       int64_t head_dim, float scale, float *s, int64_t lds, const float *next,
+                                       int64_t ldnext) {
+    typedef void (*heads_fn)(const float *, const float *const *, int64_t, const float *, int64_t, __m512 *);
+    static const heads_fn by_heads[4] = {pkv_scores_1heads_avx512, pkv_scores_2heads_avx512, pkv_scores_3heads_avx512,
+                                         pkv_scores_4heads_avx512};
+    int64_t t = 0;
+    for (; n_k - t > 8; t += 16) {
+        const float *keys[16]; /* past the last key it stands in, and its dots are dropped */
+        int64_t n = pkv_min(n_k - t, 16);
+        for (int64_t i = 0; i < 16; i++)
+            keys[i] = k + (t + i) * ldk;
+        for (int64_t i = n; i < 16; i++)
+            keys[i] = keys[n - 1];
+        __mmask16 live = n == 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(n);
+        for (int64_t h = 0, heads; h < n_q; h += heads) {
+            __m512 scores[4];
+            heads = pkv_heads_avx512(n_q - h);
+            by_heads[heads - 1](q + h * head_dim, keys, head_dim, next + t * ldnext, ldnext, scores);
+            for (int64_t i = 0; i < heads; i++)
+                _mm512_mask_storeu_ps(s + (h + i) * lds + t, live, _mm512_mul_ps(scores[i], _mm512_set1_ps(scale)));
+        }
+    }
+    if (t < n_k)
+        pkv_attn_scores_f32_avx2(q, n_q, k + t * ldk, ldk, n_k - t, head_dim, scale, s + t, lds, next + t * ldnext,
+                                 ldnext);
+}
+
+/* H heads at once over 64 elements of the head: H * 4 chains, the values loaded once for all of them. */
+#define PKV_VALUES_HEADS(H)                                                                                    \
+    static void pkv_values_##H##heads_avx512(const float *p, int64_t ldp, const float *v, int64_t ldv,         \
+                                             int64_t n_k, int64_t head_dim, float *acc, const float *next,     \
+                                             int64_t ldnext) {                                                 \
+        __m512 a[H][4], p_t[H];                                                                                \
+        _Pragma("GCC unroll 4") for (int h = 0; h < H; h++)                                                    \
+            _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)                                                \
+                a[h][c] = _mm512_loadu_ps(acc + h * head_dim + 16 * c);                                        \
+        for (int64_t t = 0; t < n_k; t++) {                                                                    \
+            _Pragma("GCC unroll 4") for (int h = 0; h < H; h++) p_t[h] = _mm512_set1_ps(p[h * ldp + t]);       \
+            _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++) {                                              \
+                _mm_prefetch((const char *)(next + t * ldnext + 16 * c), _MM_HINT_T0);                         \
+                __m512 v_c = _mm512_loadu_ps(v + t * ldv + 16 * c);                                            \
+                PKV_HOLD_AVX512(v_c);                                                                          \
+                _Pragma("GCC unroll 4") for (int h = 0; h < H; h++)                                            \
+                    a[h][c] = _mm512_fmadd_ps(p_t[h], v_c, a[h][c]);                                           \
+            }                                                                                                  \
+        }                                                                                                      \
+        _Pragma("GCC unroll 4") for (int h = 0; h < H; h++)                                                    \
+            _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++)                                                \
+                _mm512_storeu_ps(acc + h * head_dim + 16 * c, a[h][c]);                                        \
+    }
+PKV_VALUES_HEADS(1)
+PKV_VALUES_HEADS(2)
+PKV_VALUES_HEADS(3)
+PKV_VALUES_HEADS(4)
+#undef PKV_VALUES_HEADS
+
+static void pkv_attn_values_f32_avx512(const float *p, int64_t ldp, int64_t n_q, const float *v, int64_t ldv,
+                                       int64_t n_k, int64_t head_dim, float *acc, const float *next,
+                                       int64_t ldnext) {
+    typedef void (*heads_fn)(const float *, int64_t, const float *, int64_t, int64_t, int64_t, float *, const float *,
+                             int64_t);
+    static const heads_fn by_heads[4] = {pkv_values_1heads_avx512, pkv_values_2heads_avx512, pkv_values_3heads_avx512,
+                                         pkv_values_4heads_avx512};
+    int64_t d = 0;
+    for (; d + 64 <= head_dim; d += 64)
+        for (int64_t h = 0, heads; h < n_q; h += heads) {
+            heads = pkv_heads_avx512(n_q - h);
+            by_heads[heads - 1](p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, next + d, ldnext);
+        }
+    for (; d < head_dim; d += 16) {
+        __mmask16 live = head_dim - d >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(head_dim - d);
+        for (int64_t h = 0; h < n_q; h++) {
+            __m512 a = _mm512_maskz_loadu_ps(live, acc + h * head_dim + d);
+            for (int64_t t = 0; t < n_k; t++)
+                a = _mm512_fmadd_ps(_mm512_set1_ps(p[h * ldp + t]), _mm512_maskz_loadu_ps(live, v + t * ldv + d), a);
+            _mm512_mask_storeu_ps(acc + h * head_dim + d, live, a);
+        }
+    }
+}
 
 static void pkv_attn_merge_f32_avx512(float *max, float *sum, float *acc, float max_c, float sum_c,
                                       const float *acc_c, int64_t head_dim) {
