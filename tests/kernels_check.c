@@ -438,23 +438,24 @@ static void check_matmul_case(int64_t n_rows, int64_t n_cols, int64_t n_k, int a
     for (int64_t k = 0; k < n_k; k++)
         for (int64_t j = n_cols; j < PKV_PANEL; j++)
             panel[k * PKV_PANEL + j] = NAN;
-    scalar->matmul_f32(x, ldx, n_rows, panel, n_k, want, ldy, n_cols, accumulate, NULL);
+    scalar->matmul_f32(x, ldx, n_rows, panel, n_k, want, ldy, n_cols, accumulate, (pkv_ahead){NULL, 0});
     digest(want, n_y);
     /* Drawn outside the loop: the draws must not depend on how many ISAs there are. */
     int64_t k_1 = rng_below(n_k + 1), k_2 = k_1 + rng_below(n_k - k_1 + 1), m_1 = rng_below(n_rows + 1);
     FOR_EACH_ISA(kernels) {
         float *got = place_copy(GOT, before, n_y);
-        kernels->matmul_f32(x, ldx, n_rows, panel, n_k, got, ldy, n_cols, accumulate, panel);
+        kernels->matmul_f32(x, ldx, n_rows, panel, n_k, got, ldy, n_cols, accumulate, (pkv_ahead){NULL, 0});
         check_arrays(got, want, n_y);
         /* k split in three, rows in two: the same bits. What is asked of memory ahead may be anywhere. */
         got = place_copy(GOT, before, n_y);
         for (int half = 0; half < 2; half++) {
             int64_t m = half ? m_1 : 0, rows = half ? n_rows - m_1 : m_1;
             const float *x_m = x + m * ldx, *end = panel + n_k * PKV_PANEL;
+            pkv_ahead ahead = {(const uint8_t *)end, half * 4 * n_k * PKV_PANEL};
             float *y_m = got + m * ldy;
-            kernels->matmul_f32(x_m, ldx, rows, panel, k_1, y_m, ldy, n_cols, accumulate, end);
-            kernels->matmul_f32(x_m + k_1, ldx, rows, panel + k_1 * PKV_PANEL, k_2 - k_1, y_m, ldy, n_cols, 1, end);
-            kernels->matmul_f32(x_m + k_2, ldx, rows, panel + k_2 * PKV_PANEL, n_k - k_2, y_m, ldy, n_cols, 1, end);
+            kernels->matmul_f32(x_m, ldx, rows, panel, k_1, y_m, ldy, n_cols, accumulate, ahead);
+            kernels->matmul_f32(x_m + k_1, ldx, rows, panel + k_1 * PKV_PANEL, k_2 - k_1, y_m, ldy, n_cols, 1, ahead);
+            kernels->matmul_f32(x_m + k_2, ldx, rows, panel + k_2 * PKV_PANEL, n_k - k_2, y_m, ldy, n_cols, 1, ahead);
         }
         check_arrays(got, want, n_y);
     }
@@ -572,7 +573,7 @@ static void check_coded_case(int dtype, int64_t n_rows, int64_t n_cols, int64_t 
     digest(want, n_y);
     scalar->expand(dtype, panel, 0, k, values);
     float *got = place_copy(GOT, before, n_y);
-    scalar->matmul_f32(x, ldx, n_rows, values, k, got, ldy, n_cols, 0, values);
+    scalar->matmul_f32(x, ldx, n_rows, values, k, got, ldy, n_cols, 0, (pkv_ahead){NULL, 0});
     if (n_others) {
         isa_now = 0;
         check_arrays(got, want, n_y);
@@ -585,7 +586,7 @@ static void check_coded_case(int dtype, int64_t n_rows, int64_t n_cols, int64_t 
         check_arrays(got, want, n_y);
         got = place_copy(GOT, before, n_y);
         kernels->expand(dtype, panel, 0, k, values);
-        kernels->matmul_f32(x, ldx, n_rows, values, k, got, ldy, n_cols, 0, values);
+        kernels->matmul_f32(x, ldx, n_rows, values, k, got, ldy, n_cols, 0, (pkv_ahead){NULL, 0});
         check_arrays(got, want, n_y);
     }
 }

@@ -36,7 +36,8 @@ typedef struct pkv_kernels {
     void (*swiglu)(const float *gate, const float *up, float *y, int64_t n);
     void (*add)(float *y, const float *x, int64_t n);
     void (*matmul_f32)(const float *x, int64_t ldx, int64_t n_rows, const float *panel, int64_t n_k, float *y,
-                       int64_t ldy, int64_t n_cols, int accumulate, const float *next);
+                       int64_t ldy, int64_t n_cols, int accumulate, pkv_ahead ahead);
+    int64_t tile_rows; /* more rows than these pass over a panel more than once */
     void (*matmul_coded)(int dtype, const float *x, int64_t ldx, int64_t n_rows, const uint8_t *panel, int64_t n_k,
                          float *y, int64_t ldy, int64_t n_cols);
     int64_t coded_rows; /* matmul_coded takes 1 to this many rows */
@@ -62,6 +63,11 @@ typedef struct pkv_kernels {
 #define PKV_CODED_ROWS_avx2 4
 #define PKV_CODED_ROWS_neon 4
 
+#define PKV_TILE_ROWS_scalar 1
+#define PKV_TILE_ROWS_avx2 PKV_MAX_ROWS_AVX2
+#define PKV_TILE_ROWS_avx512 PKV_MAX_ROWS_AVX512
+#define PKV_TILE_ROWS_neon PKV_MAX_ROWS_NEON
+
 #define PKV_KERNELS(ISA)                                                                                       \
     {#ISA,                                                                                                     \
      pkv_dot_f32_##ISA,                                                                                        \
@@ -73,6 +79,7 @@ typedef struct pkv_kernels {
      pkv_swiglu_f32_##ISA,                                                                                     \
      pkv_add_f32_##ISA,                                                                                        \
      pkv_matmul_f32_##ISA,                                                                                     \
+     PKV_TILE_ROWS_##ISA,                                                                                      \
      pkv_matmul_coded_##ISA,                                                                                   \
      PKV_CODED_ROWS_##ISA,                                                                                     \
      pkv_expand_##ISA,                                                                                         \

@@ -202,11 +202,11 @@ static void pkv_add_f32_avx2(float *y, const float *x, int64_t n) {
 /* R rows of one panel: R * 4 accumulators stay in registers over all of k. 3 rows fill 12 of the 16 registers
  * and leave three for the broadcasts and one for the panel. The loops must unroll at every optimisation level:
  * an accumulator with a variable index lives in memory. Where `ahead` is not NULL two lines are asked for at
- * each k, `ahead` moving by ahead_step. */
+ * each k, `ahead` moving by `step` bytes. */
 #define PKV_MAX_ROWS_AVX2 3
 #define PKV_MATMUL_ROWS(R)                                                                                     \
     PKV_INLINE_AVX2 void pkv_matmul_##R##rows_of_avx2(                                                         \
-        const float *x, int64_t ldx, const float *panel, int64_t n_k, const float *ahead, int64_t ahead_step,  \
+        const float *x, int64_t ldx, const float *panel, int64_t n_k, const uint8_t *ahead, int64_t step,       \
         float *y, int64_t ldy, int accumulate) {                                                               \
         __m256 acc[R][4], x_k[R];                                                                              \
         _Pragma("GCC unroll 4") for (int m = 0; m < R; m++)                                                    \
@@ -214,8 +214,8 @@ static void pkv_add_f32_avx2(float *y, const float *x, int64_t n) {
                 acc[m][c] = accumulate ? _mm256_loadu_ps(y + m * ldy + 8 * c) : _mm256_setzero_ps();           \
         for (int64_t k = 0; k < n_k; k++) {                                                                    \
             if (ahead) {                                                                                       \
-                _mm_prefetch((const char *)(ahead + k * ahead_step), _MM_HINT_T1);                             \
-                _mm_prefetch((const char *)(ahead + k * ahead_step + 16), _MM_HINT_T1);                        \
+                _mm_prefetch((const char *)(ahead + k * step), _MM_HINT_T1);                                   \
+                _mm_prefetch((const char *)(ahead + k * step + 64), _MM_HINT_T1);                              \
             }                                                                                                  \
             _Pragma("GCC unroll 4") for (int m = 0; m < R; m++) x_k[m] = _mm256_broadcast_ss(x + m * ldx + k); \
             _Pragma("GCC unroll 4") for (int c = 0; c < 4; c++) {                                              \
@@ -229,10 +229,10 @@ static void pkv_add_f32_avx2(float *y, const float *x, int64_t n) {
                 _mm256_storeu_ps(y + m * ldy + 8 * c, acc[m][c]);                                              \
     }                                                                                                          \
     static void pkv_matmul_##R##rows_avx2(const float *x, int64_t ldx, const float *panel, int64_t n_k,        \
-                                          const float *ahead, int64_t ahead_step, float *y, int64_t ldy,       \
+                                          const uint8_t *ahead, int64_t step, float *y, int64_t ldy,           \
                                           int accumulate) {                                                    \
         if (ahead)                                                                                             \
-            pkv_matmul_##R##rows_of_avx2(x, ldx, panel, n_k, ahead, ahead_step, y, ldy, accumulate);           \
+            pkv_matmul_##R##rows_of_avx2(x, ldx, panel, n_k, ahead, step, y, ldy, accumulate);                 \
         else                                                                                                   \
             pkv_matmul_##R##rows_of_avx2(x, ldx, panel, n_k, NULL, 0, y, ldy, accumulate);                     \
     }
@@ -242,30 +242,28 @@ PKV_MATMUL_ROWS(3)
 #undef PKV_MATMUL_ROWS
 
 static void pkv_matmul_f32_avx2(const float *x, int64_t ldx, int64_t n_rows, const float *panel, int64_t n_k,
-                                float *y, int64_t ldy, int64_t n_cols, int accumulate, const float *next) {
-    typedef void (*rows_fn)(const float *, int64_t, const float *, int64_t, const float *, int64_t, float *, int64_t,
+                                float *y, int64_t ldy, int64_t n_cols, int accumulate, pkv_ahead ahead) {
+    typedef void (*rows_fn)(const float *, int64_t, const float *, int64_t, const uint8_t *, int64_t, float *, int64_t,
                             int);
     static const rows_fn by_rows[PKV_MAX_ROWS_AVX2] = {pkv_matmul_1rows_avx2, pkv_matmul_2rows_avx2,
                                                        pkv_matmul_3rows_avx2};
     /* Equal tiles: 4 rows run as 2 and 2, since a tile of one row would wait for its four chains. */
     int64_t n_tiles = (n_rows + PKV_MAX_ROWS_AVX2 - 1) / PKV_MAX_ROWS_AVX2;
+    int64_t share = n_k * n_tiles, step = share ? (ahead.nbytes + share - 1) / share : 0;
     for (int64_t tile = 0; tile < n_tiles; tile++) {
         int64_t m = n_rows * tile / n_tiles, rows = n_rows * (tile + 1) / n_tiles - m;
         const float *x_m = x + m * ldx;
         float *y_m = y + m * ldy;
-        /* A lone tile waits for its own stream, and asking for more made it no faster. Of several all but the first
-         * find the panel in L2, and they share out the fetching of the next one. */
-        const float *ahead = n_tiles > 1 && next ? next + n_k * tile / n_tiles * PKV_PANEL : NULL;
-        int64_t ahead_step = (PKV_PANEL + n_tiles - 1) / n_tiles;
+        const uint8_t *at = ahead.begin ? ahead.begin + ahead.nbytes * tile / n_tiles : NULL; /* the tile's part */
         if (n_cols == PKV_PANEL) {
-            by_rows[rows - 1](x_m, ldx, panel, n_k, ahead, ahead_step, y_m, ldy, accumulate);
+            by_rows[rows - 1](x_m, ldx, panel, n_k, at, step, y_m, ldy, accumulate);
             continue;
         }
         /* A narrow last panel goes through a copy: masked stores cost tens of cycles on some CPUs. */
         float wide[PKV_MAX_ROWS_AVX2][PKV_PANEL] = {{0}};
         for (int64_t r = 0; accumulate && r < rows; r++)
             memcpy(wide[r], y_m + r * ldy, (size_t)n_cols * sizeof *y);
-        by_rows[rows - 1](x_m, ldx, panel, n_k, ahead, ahead_step, wide[0], PKV_PANEL, accumulate);
+        by_rows[rows - 1](x_m, ldx, panel, n_k, at, step, wide[0], PKV_PANEL, accumulate);
         for (int64_t r = 0; r < rows; r++)
             memcpy(y_m + r * ldy, wide[r], (size_t)n_cols * sizeof *y);
     }
@@ -443,7 +441,8 @@ static void pkv_matmul_coded_avx2(int dtype, const float *x, int64_t ldx, int64_
         for (int64_t k = 0; k < n_k; k += PKV_CODED_K_AVX2) {
             int64_t n = pkv_min(PKV_CODED_K_AVX2, n_k - k);
             pkv_expand_avx2(dtype, panel, k, n, values);
-            pkv_matmul_f32_avx2(x + k, ldx, n_rows, values, n, to, ld, PKV_PANEL, k > 0, NULL);
+            pkv_matmul_f32_avx2(x + k, ldx, n_rows, values, n, to, ld, PKV_PANEL, k > 0,
+                                (pkv_ahead){NULL, 0});
         }
     }
     for (int64_t m = 0; to != y && m < n_rows; m++)

@@ -164,13 +164,13 @@ static void pkv_add_f32_avx512(float *y, const float *x, int64_t n) {
 
 /* R rows of one panel: R * 2 accumulators stay in registers over all of k. 11 rows fill 22 of the 32
  * registers: past the 8 chains that hide the FMA's latency, and with row pointers that still fit the general
- * registers (a 12th row costs 4%, measured). Meanwhile two lines are asked for at each k, `ahead` moving by
- * ahead_step: what the next tile or panel will read. */
+ * registers (a 12th row costs 4%, measured). Meanwhile two lines are asked for at each k, `ahead` moving by `step`
+ * bytes. */
 #define PKV_MAX_ROWS_AVX512 11
 
-/* Floats that a lone tile asks for ahead of its own place in the stream: 4 KiB, past the page that the
- * hardware prefetcher stops at. */
-#define PKV_AHEAD_AVX512 1024
+/* Bytes that a matmul with nothing else to ask for asks ahead of its own place in the stream: past the page that
+ * the hardware prefetcher stops at. */
+#define PKV_OWN_AHEAD_AVX512 4096
 
 /* Rows multiplied straight from codes: 16 accumulators, and the registers for scales, minima and tables. */
 #define PKV_CODED_ROWS_avx512 8
@@ -180,7 +180,7 @@ static void pkv_add_f32_avx512(float *y, const float *x, int64_t n) {
 
 #define PKV_MATMUL_ROWS(R)                                                                                     \
     static void pkv_matmul_##R##rows_avx512(const float *x, int64_t ldx, const float *panel, int64_t n_k,      \
-                                            const float *ahead, int64_t ahead_step, float *y, int64_t ldy,     \
+                                            const uint8_t *ahead, int64_t step, float *y, int64_t ldy,         \
                                             __mmask16 live_0, __mmask16 live_1, int accumulate) {              \
         __m512 acc[R][2];                                                                                      \
         _Pragma("GCC unroll 11") for (int m = 0; m < R; m++) {                                                 \
@@ -189,8 +189,8 @@ static void pkv_add_f32_avx512(float *y, const float *x, int64_t n) {
         }                                                                                                      \
         for (int64_t k = 0; k < n_k; k++) {                                                                    \
             __m512 w_0 = _mm512_load_ps(panel + k * PKV_PANEL), w_1 = _mm512_load_ps(panel + k * PKV_PANEL + 16);\
-            _mm_prefetch((const char *)(ahead + k * ahead_step), _MM_HINT_T1);                                 \
-            _mm_prefetch((const char *)(ahead + k * ahead_step + 16), _MM_HINT_T1);                            \
+            _mm_prefetch((const char *)(ahead + k * step), _MM_HINT_T1);                                       \
+            _mm_prefetch((const char *)(ahead + k * step + 64), _MM_HINT_T1);                                  \
             _Pragma("GCC unroll 11") for (int m = 0; m < R; m++) {                                             \
                 __m512 x_k = _mm512_set1_ps(x[m * ldx + k]);                                                   \
                 acc[m][0] = _mm512_fmadd_ps(x_k, w_0, acc[m][0]);                                              \
@@ -216,8 +216,8 @@ PKV_MATMUL_ROWS(11)
 #undef PKV_MATMUL_ROWS
 
 static void pkv_matmul_f32_avx512(const float *x, int64_t ldx, int64_t n_rows, const float *panel, int64_t n_k,
-                                  float *y, int64_t ldy, int64_t n_cols, int accumulate, const float *next) {
-    typedef void (*rows_fn)(const float *, int64_t, const float *, int64_t, const float *, int64_t, float *,
+                                  float *y, int64_t ldy, int64_t n_cols, int accumulate, pkv_ahead ahead) {
+    typedef void (*rows_fn)(const float *, int64_t, const float *, int64_t, const uint8_t *, int64_t, float *,
                             int64_t, __mmask16, __mmask16, int);
     static const rows_fn by_rows[PKV_MAX_ROWS_AVX512] = {
         pkv_matmul_1rows_avx512, pkv_matmul_2rows_avx512,  pkv_matmul_3rows_avx512,  pkv_matmul_4rows_avx512,
@@ -227,18 +227,12 @@ static void pkv_matmul_f32_avx512(const float *x, int64_t ldx, int64_t n_rows, c
     int64_t n_tiles = (n_rows + PKV_MAX_ROWS_AVX512 - 1) / PKV_MAX_ROWS_AVX512;
     __mmask16 live_0 = n_cols >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(n_cols);
     __mmask16 live_1 = n_cols >= 32 ? (__mmask16)0xFFFF : n_cols <= 16 ? 0 : pkv_tail_mask_avx512(n_cols - 16);
+    int64_t share = n_k * n_tiles, step = ahead.begin && share ? (ahead.nbytes + share - 1) / share : 4 * PKV_PANEL;
     for (int64_t tile = 0; tile < n_tiles; tile++) {
         int64_t m = n_rows * tile / n_tiles, rows = n_rows * (tile + 1) / n_tiles - m;
-        /* One tile: its own stream comes from memory. Several: all but the first find the panel in L2, and the
-         * tiles share out the fetching of the next panel. */
-        const float *ahead = panel + PKV_AHEAD_AVX512;
-        int64_t ahead_step = PKV_PANEL;
-        if (n_tiles > 1 && next) {
-            ahead = next + n_k * tile / n_tiles * PKV_PANEL;
-            ahead_step = (PKV_PANEL + n_tiles - 1) / n_tiles;
-        }
-        by_rows[rows - 1](x + m * ldx, ldx, panel, n_k, ahead, ahead_step, y + m * ldy, ldy, live_0, live_1,
-                          accumulate);
+        const uint8_t *at = ahead.begin ? ahead.begin + ahead.nbytes * tile / n_tiles
+                                        : (const uint8_t *)panel + PKV_OWN_AHEAD_AVX512;
+        by_rows[rows - 1](x + m * ldx, ldx, panel, n_k, at, step, y + m * ldy, ldy, live_0, live_1, accumulate);
     }
 }
 

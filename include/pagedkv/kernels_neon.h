@@ -202,8 +202,8 @@ PKV_MATMUL_ROWS(3)
 #undef PKV_MATMUL_ROWS
 
 static void pkv_matmul_f32_neon(const float *x, int64_t ldx, int64_t n_rows, const float *panel, int64_t n_k,
-                                float *y, int64_t ldy, int64_t n_cols, int accumulate, const float *next) {
-    (void)next;
+                                float *y, int64_t ldy, int64_t n_cols, int accumulate, pkv_ahead ahead) {
+    (void)ahead;
     typedef void (*rows_fn)(const float *, int64_t, const float *, int64_t, float *, int64_t, int);
     static const rows_fn by_rows[PKV_MAX_ROWS_NEON] = {pkv_matmul_1rows_neon, pkv_matmul_2rows_neon,
                                                        pkv_matmul_3rows_neon};
@@ -355,7 +355,7 @@ static void pkv_matmul_coded_neon(int dtype, const float *x, int64_t ldx, int64_
     for (int64_t k = 0; k < n_k; k += PKV_CODED_K_NEON) {
         int64_t n = pkv_min(PKV_CODED_K_NEON, n_k - k);
         pkv_expand_neon(dtype, panel, k, n, values);
-        pkv_matmul_f32_neon(x + k, ldx, n_rows, values, n, y, ldy, n_cols, k > 0, values);
+        pkv_matmul_f32_neon(x + k, ldx, n_rows, values, n, y, ldy, n_cols, k > 0, (pkv_ahead){NULL, 0});
     }
 }
 

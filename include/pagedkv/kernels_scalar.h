@@ -165,10 +165,10 @@ static void pkv_add_f32_scalar(float *y, const float *x, int64_t n) {
  *   panel  [n_k, 32]         64-byte aligned
  *   y      [n_rows, n_cols]  row stride ldy, n_cols <= 32; nothing beyond n_cols is written
  * With accumulate the sums start from y instead of 0: k can be split, and the bits stay.
- * next, or NULL, is what will be read after the panel; SIMD files ask memory for it, nothing here depends on it. */
+ * SIMD files ask memory for `ahead` meanwhile; nothing here depends on it. */
 static void pkv_matmul_f32_scalar(const float *x, int64_t ldx, int64_t n_rows, const float *panel, int64_t n_k,
-                                  float *y, int64_t ldy, int64_t n_cols, int accumulate, const float *next) {
-    (void)next;
+                                  float *y, int64_t ldy, int64_t n_cols, int accumulate, pkv_ahead ahead) {
+    (void)ahead;
     for (int64_t m = 0; m < n_rows; m++) {
         float acc[PKV_PANEL] = {0};
         if (accumulate)
@@ -193,7 +193,7 @@ static void pkv_matmul_coded_scalar(int dtype, const float *x, int64_t ldx, int6
     for (int64_t k = 0; k < n_k; k += PKV_CODED_K) {
         int64_t n = pkv_min(PKV_CODED_K, n_k - k);
         pkv_expand_scalar(dtype, panel, k, n, values);
-        pkv_matmul_f32_scalar(x + k, ldx, n_rows, values, n, y, ldy, n_cols, k > 0, values);
+        pkv_matmul_f32_scalar(x + k, ldx, n_rows, values, n, y, ldy, n_cols, k > 0, (pkv_ahead){NULL, 0});
     }
 }
 

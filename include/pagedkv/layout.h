@@ -26,6 +26,12 @@
 
 static inline int64_t pkv_min(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* Bytes that will be read soon, for which a kernel asks memory while it computes; {NULL, 0}: none. */
+typedef struct pkv_ahead {
+    const uint8_t *begin;
+    int64_t nbytes;
+} pkv_ahead;
+
 /* Offset of (block, layer, row 0) in K or V, shaped [n_blocks, n_layers, block_size, width], in what width counts. */
 static inline int64_t pkv_block_offset(int64_t block_id, int64_t layer, int64_t n_layers, int64_t block_size,
                                        int64_t width) {

@@ -157,11 +157,20 @@ static inline int64_t pkv_group_begin(int64_t i, int64_t n_groups, int64_t n_pan
 /* Floats of scratch that pkv_matmul_panels needs. */
 #define PKV_MATMUL_SCRATCH (PKV_SLICE_PANELS * PKV_K_TILE * PKV_PANEL)
 
-/* Floats from step k on of the panel after p, NULL where there is none or it holds codes: what a matmul of p asks
- * memory for. */
-static inline const float *pkv_floats_after(const pkv_weight *w, int64_t p, int64_t k) {
-    int is_f32 = p + 1 < pkv_panels_for(w->n) && w->panels[p + 1].dtype == PKV_F32;
-    return is_f32 ? (const float *)w->panels[p + 1].data + k * PKV_PANEL : NULL;
+/* Values [k, k + n_k) of panel p in memory, nothing where there is no such panel. k and n_k are multiples of 256, or
+ * go to the panel's end. */
+static inline pkv_ahead pkv_panel_part(const pkv_weight *w, int64_t p, int64_t k, int64_t n_k) {
+    if (p >= pkv_panels_for(w->n))
+        return (pkv_ahead){NULL, 0};
+    int dtype = w->panels[p].dtype;
+    return (pkv_ahead){(const uint8_t *)w->panels[p].data + pkv_panel_nbytes(dtype, k), pkv_panel_nbytes(dtype, n_k)};
+}
+
+/* What a float32 matmul of panel p asks memory for, the panel after it: where the rows pass over p more than once, all
+ * but the first time it is in the cache. In a single pass p itself is what memory is busy with. */
+static inline pkv_ahead pkv_after_floats(const pkv_kernels *kernels, const pkv_weight *w, int64_t n_rows, int64_t p,
+                                         int64_t k, int64_t n_k) {
+    return n_rows > kernels->tile_rows ? pkv_panel_part(w, p + 1, k, n_k) : (pkv_ahead){NULL, 0};
 }
 
 /* At most PKV_SLICE_PANELS panels [begin, end) of y = x W^T, slice by slice of k, coded panels expanded
@@ -189,10 +198,15 @@ static inline void pkv_matmul_slices(const pkv_kernels *kernels, pkv_rows in, co
         }
         for (int64_t i = 0; i < n_blocks; i++) {
             int64_t m = n_rows * i / n_blocks, rows = n_rows * (i + 1) / n_blocks - m;
-            for (int64_t j = 0; j < n_panels; j++)
+            for (int64_t j = 0; j < n_panels; j++) {
+                /* An expanded slice is in the cache: memory is asked for the codes of the one after it. */
+                pkv_ahead ahead = w->panels[begin + j].dtype == PKV_F32
+                                      ? pkv_after_floats(kernels, w, rows, begin + j, k, n_k)
+                                  : k + tile < w->k ? pkv_panel_part(w, begin + j, k + tile, pkv_min(tile, w->k - k - tile))
+                                                    : pkv_panel_part(w, end + j, 0, pkv_min(tile, w->k));
                 kernels->matmul_f32(in.x + m * w->k + k, w->k, rows, slices[j], n_k, y + m * ldy + j * PKV_PANEL, ldy,
-                                    pkv_min(PKV_PANEL, w->n - (begin + j) * PKV_PANEL), k > 0,
-                                    pkv_floats_after(w, begin + j, k));
+                                    pkv_min(PKV_PANEL, w->n - (begin + j) * PKV_PANEL), k > 0, ahead);
+            }
         }
     }
 }
@@ -212,7 +226,7 @@ static inline void pkv_matmul_f32_panels(const pkv_kernels *kernels, pkv_rows in
         float *to = y + (p - begin) * PKV_PANEL;
         if (panel->dtype == PKV_F32)
             kernels->matmul_f32(in.x, w->k, in.n, (const float *)panel->data, w->k, to, ldy, n_cols, 0,
-                                pkv_floats_after(w, p, 0));
+                                pkv_after_floats(kernels, w, in.n, p, 0, w->k));
         else
             kernels->matmul_coded(panel->dtype, in.x, w->k, in.n, (const uint8_t *)panel->data, w->k, to, ldy, n_cols);
     }
