@@ -205,6 +205,7 @@ def test_async_maps_between_steps(model):  # noqa: F811
 
     async def both():
         runs = [asyncio.ensure_future(last(*request)) for request in zip(prompts, params)]
+        await asyncio.sleep(0)  # so all are there before the first map is asked for
         maps = []
         while not all(run.done() for run in runs):
             maps.append(await llm.pool_map())
