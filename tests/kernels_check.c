@@ -89,7 +89,7 @@ static float rng_float(int mode) {
 #define CANARY 0x5CA1AB1Eu
 
 enum { AT_START, AT_END, N_SIDES };
-enum { IN_A, IN_B, IN_C, IN_D, IN_E, WANT, GOT, N_SLOTS };
+enum { IN_A, IN_B, IN_C, IN_D, WANT, GOT, N_SLOTS };
 
 static float *arenas[N_SLOTS];
 static int side;
@@ -518,10 +518,10 @@ static void random_row(int dtype, int64_t k, int mode, uint8_t *row) {
 }
 
 /* A panel of random rows; about one column in 8 is absent. Rows and panel lie at the forbidden page. */
-static const uint8_t *place_panel(int slot, int dtype, int64_t k, int mode) {
+static const uint8_t *place_panel(int dtype, int64_t k, int mode) {
     pkv_form f = pkv_form_of(dtype);
     int64_t row_nbytes = k / f.unit * f.block_nbytes, n = pkv_panel_nbytes(dtype, k) / 4;
-    uint8_t *stored = (uint8_t *)place(IN_C, PKV_PANEL * row_nbytes / 4), *panel = (uint8_t *)place(slot, n);
+    uint8_t *stored = (uint8_t *)place(IN_C, PKV_PANEL * row_nbytes / 4), *panel = (uint8_t *)place(IN_B, n);
     const uint8_t *rows[PKV_PANEL];
     for (int64_t col = 0; col < PKV_PANEL; col++) {
         random_row(dtype, k, mode, stored + col * row_nbytes);
@@ -551,7 +551,7 @@ static void check_expand(void) {
         pkv_form f = pkv_form_of(dtype);
         int64_t k = f.is_k ? 512 : f.unit == 1 ? 7 : 128;
         for (int mode = 0; mode < N_MODES; mode++) {
-            const uint8_t *panel = place_panel(IN_B, dtype, k, mode);
+            const uint8_t *panel = place_panel(dtype, k, mode);
             for (int64_t k_0 = 0; k_0 <= k; k_0 += f.group)
                 for (int64_t n_k = 0; k_0 + n_k <= k; n_k += f.group) /* in the K types all of them only once */
                     if (!f.is_k || mode == SPECIAL || n_k == f.group || k_0 + n_k == k)
@@ -560,35 +560,34 @@ static void check_expand(void) {
     }
 }
 
-/* Straight from codes: scalar's bits, which are those of the expanded panels in the float32 matmul. */
+/* Straight from codes: scalar's bits, which are those of the expanded panel in the float32 matmul. */
 static void check_coded_case(int dtype, int64_t n_rows, int64_t n_cols, int64_t k, int mode) {
-    int64_t ldx = k + rng_gap(9), ldy = n_cols + rng_gap(9), n_panels = pkv_panels_for(n_cols);
+    int64_t ldx = k + rng_gap(9), ldy = n_cols + rng_gap(9);
     int64_t n_x = (n_rows - 1) * ldx + k, n_y = (n_rows - 1) * ldy + n_cols;
     CASE("%s rows=%lld cols=%lld k=%lld ldx=%lld ldy=%lld mode=%d", DTYPE_NAMES[dtype], (long long)n_rows,
          (long long)n_cols, (long long)k, (long long)ldx, (long long)ldy, mode);
-    const uint8_t *panels[2] = {place_panel(IN_B, dtype, k, mode), NULL};
-    if (n_panels > 1)
-        panels[1] = place_panel(IN_E, dtype, k, mode);
+    const uint8_t *panel = place_panel(dtype, k, mode);
     float *x = place_random(IN_A, n_x, mode), *before = place_random(IN_C, n_y, MODERATE);
-    float *want = place_copy(WANT, before, n_y), *values = place(IN_D, k * PKV_PANEL), *got;
-    scalar->matmul_coded(dtype, x, ldx, n_rows, panels, k, want, ldy, n_cols);
+    float *want = place_copy(WANT, before, n_y), *values = place(IN_D, k * PKV_PANEL);
+    scalar->matmul_coded(dtype, x, ldx, n_rows, panel, k, want, ldy, n_cols);
     digest(want, n_y);
-    for (int i = -1; i < n_others; i++) { /* -1: the scalar table */
-        const pkv_kernels *kernels = i < 0 ? scalar : others[i];
-        isa_now = i < 0 ? 0 : i;
-        if (i >= 0 && n_rows <= kernels->coded_rows) {
-            got = place_copy(GOT, before, n_y);
-            kernels->matmul_coded(dtype, x, ldx, n_rows, panels, k, got, ldy, n_cols);
-            check_arrays(got, want, n_y);
-        }
+    scalar->expand(dtype, panel, 0, k, values);
+    float *got = place_copy(GOT, before, n_y);
+    scalar->matmul_f32(x, ldx, n_rows, values, k, got, ldy, n_cols, 0, (pkv_ahead){NULL, 0});
+    if (n_others) {
+        isa_now = 0;
+        check_arrays(got, want, n_y);
+    }
+    FOR_EACH_ISA(kernels) {
+        if (n_rows > kernels->coded_rows)
+            continue;
         got = place_copy(GOT, before, n_y);
-        for (int64_t p = 0; p < n_panels; p++) {
-            kernels->expand(dtype, panels[p], 0, k, values);
-            kernels->matmul_f32(x, ldx, n_rows, values, k, got + p * PKV_PANEL, ldy,
-                                pkv_min(n_cols - p * PKV_PANEL, PKV_PANEL), 0, (pkv_ahead){NULL, 0});
-        }
-        if (n_others)
-            check_arrays(got, want, n_y);
+        kernels->matmul_coded(dtype, x, ldx, n_rows, panel, k, got, ldy, n_cols);
+        check_arrays(got, want, n_y);
+        got = place_copy(GOT, before, n_y);
+        kernels->expand(dtype, panel, 0, k, values);
+        kernels->matmul_f32(x, ldx, n_rows, values, k, got, ldy, n_cols, 0, (pkv_ahead){NULL, 0});
+        check_arrays(got, want, n_y);
     }
 }
 
@@ -599,8 +598,8 @@ static void check_coded(void) {
     static const int64_t k_units[] = {256, 512, 768}, k_groups[] = {32, 64, 96, 288, 576}, k_floats[] = {1, 2, 31, 300};
     for (int dtype = 0; dtype < PKV_N_DTYPES; dtype++) {
         pkv_form f = pkv_form_of(dtype);
-        for (int64_t n_cols = 1; n_cols <= 2 * PKV_PANEL; n_cols++)
-            for (int64_t n_rows = 1; n_rows <= (n_cols % 8 < 2 ? MOST_CODED_ROWS : n_cols <= PKV_PANEL ? 4 : 1); n_rows++) {
+        for (int64_t n_cols = 1; n_cols <= PKV_PANEL; n_cols++)
+            for (int64_t n_rows = 1; n_rows <= (n_cols % 8 < 2 ? MOST_CODED_ROWS : 4); n_rows++) {
                 int64_t i = rng_below(8), k = f.is_k        ? k_units[i % COUNT(k_units)]
                                               : f.unit == 1 ? k_floats[i % COUNT(k_floats)]
                                                             : k_groups[i % COUNT(k_groups)];

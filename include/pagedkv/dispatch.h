@@ -38,8 +38,8 @@ typedef struct pkv_kernels {
     void (*matmul_f32)(const float *x, int64_t ldx, int64_t n_rows, const float *panel, int64_t n_k, float *y,
                        int64_t ldy, int64_t n_cols, int accumulate, pkv_ahead ahead);
     int64_t tile_rows; /* more rows than these pass over a panel more than once */
-    void (*matmul_coded)(int dtype, const float *x, int64_t ldx, int64_t n_rows, const uint8_t *const *panels,
-                         int64_t n_k, float *y, int64_t ldy, int64_t n_cols);
+    void (*matmul_coded)(int dtype, const float *x, int64_t ldx, int64_t n_rows, const uint8_t *panel, int64_t n_k,
+                         float *y, int64_t ldy, int64_t n_cols);
     int64_t coded_rows; /* matmul_coded takes 1 to this many rows */
     void (*expand)(int dtype, const uint8_t *panel, int64_t k_0, int64_t n_k, float *out);
     void (*kv_round)(int dtype, const float *x, int64_t n, uint8_t *values, uint8_t *scales);

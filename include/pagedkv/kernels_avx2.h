@@ -428,8 +428,8 @@ PKV_CODED_ROWS_AVX2(2)
 /* Values of k that three or four rows expand at once: 8 KiB, well inside L1. */
 #define PKV_CODED_K_AVX2 64
 
-static void pkv_matmul_coded_panel_avx2(int dtype, const float *x, int64_t ldx, int64_t n_rows, const uint8_t *panel,
-                                        int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {
+static void pkv_matmul_coded_avx2(int dtype, const float *x, int64_t ldx, int64_t n_rows, const uint8_t *panel,
+                                  int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {
     float wide[4][PKV_PANEL], *to = n_cols == PKV_PANEL ? y : wide[0];
     int64_t ld = n_cols == PKV_PANEL ? ldy : PKV_PANEL;
     if (n_rows == 1)
@@ -447,13 +447,6 @@ static void pkv_matmul_coded_panel_avx2(int dtype, const float *x, int64_t ldx, 
     }
     for (int64_t m = 0; to != y && m < n_rows; m++)
         memcpy(y + m * ldy, wide[m], (size_t)n_cols * sizeof *y);
-}
-
-/* One panel after the other: four registers a row of one are chains enough. */
-static void pkv_matmul_coded_avx2(int dtype, const float *x, int64_t ldx, int64_t n_rows,
-                                  const uint8_t *const *panels, int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {
-    for (; n_cols > 0; n_cols -= PKV_PANEL, panels++, y += PKV_PANEL)
-        pkv_matmul_coded_panel_avx2(dtype, x, ldx, n_rows, *panels, n_k, y, ldy, pkv_min(n_cols, PKV_PANEL));
 }
 
 /* float32 to bfloat16 bits, in the low halves of the lanes. */

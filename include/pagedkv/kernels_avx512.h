@@ -338,42 +338,33 @@ PKV_INLINE_AVX512 void pkv_expand_of_avx512(int dtype, const uint8_t *panel, int
     }
 }
 
-/* Matmul of R rows straight from the codes of P panels, for constant dtype, R and P: each value is made once, in
- * registers. */
-PKV_INLINE_AVX512 void pkv_coded_of_avx512(int dtype, const int R, const int P, const float *x, int64_t ldx,
-                                           const uint8_t *const *panels, int64_t n_k, float *y, int64_t ldy,
-                                           int64_t n_cols) {
+/* Matmul of R rows straight from codes, for constant dtype and R: each value is made once, in registers. */
+PKV_INLINE_AVX512 void pkv_coded_of_avx512(int dtype, const int R, const float *x, int64_t ldx, const uint8_t *panel,
+                                           int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {
     pkv_form f = pkv_form_of(dtype);
-    __m512 acc[2][8][2];
-    _Pragma("GCC unroll 2") for (int p = 0; p < P; p++)
-        _Pragma("GCC unroll 8") for (int m = 0; m < R; m++)
-            acc[p][m][0] = acc[p][m][1] = _mm512_setzero_ps();
+    __m512 acc[8][2];
+    _Pragma("GCC unroll 8") for (int m = 0; m < R; m++)
+        acc[m][0] = acc[m][1] = _mm512_setzero_ps();
     for (int64_t k = 0; k < n_k; k += f.group) {
-        const uint8_t *unit, *group[2];
-        __m512 scale[2][2], minimum[2][2], w[2];
-        _Pragma("GCC unroll 2") for (int p = 0; p < P; p++) {
-            group[p] = pkv_group_at(f, panels[p], k, &unit);
-            if (f.has_scale)
-                pkv_scales_avx512(dtype, unit, group[p], scale[p], minimum[p]);
-        }
-        _Pragma("GCC unroll 4") for (int64_t i = 0; i < f.group; i++)
-            _Pragma("GCC unroll 2") for (int p = 0; p < P; p++) {
-                _mm_prefetch((const char *)(group[p] + i * pkv_low_nbytes(f) + PKV_CODED_AHEAD_AVX512), _MM_HINT_T1);
-                pkv_values_row_avx512(dtype, group[p], i, scale[p], minimum[p], w);
-                _Pragma("GCC unroll 8") for (int m = 0; m < R; m++) {
-                    __m512 x_k = _mm512_set1_ps(x[m * ldx + k + i]);
-                    acc[p][m][0] = _mm512_fmadd_ps(x_k, w[0], acc[p][m][0]);
-                    acc[p][m][1] = _mm512_fmadd_ps(x_k, w[1], acc[p][m][1]);
-                }
+        const uint8_t *unit, *group = pkv_group_at(f, panel, k, &unit);
+        __m512 scale[2], minimum[2], w[2];
+        if (f.has_scale)
+            pkv_scales_avx512(dtype, unit, group, scale, minimum);
+        _Pragma("GCC unroll 4") for (int64_t i = 0; i < f.group; i++) {
+            _mm_prefetch((const char *)(group + i * pkv_low_nbytes(f) + PKV_CODED_AHEAD_AVX512), _MM_HINT_T1);
+            pkv_values_row_avx512(dtype, group, i, scale, minimum, w);
+            _Pragma("GCC unroll 8") for (int m = 0; m < R; m++) {
+                __m512 x_k = _mm512_set1_ps(x[m * ldx + k + i]);
+                acc[m][0] = _mm512_fmadd_ps(x_k, w[0], acc[m][0]);
+                acc[m][1] = _mm512_fmadd_ps(x_k, w[1], acc[m][1]);
             }
-    }
-    _Pragma("GCC unroll 2") for (int p = 0; p < P; p++, n_cols -= PKV_PANEL) {
-        __mmask16 live_0 = n_cols >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(n_cols);
-        __mmask16 live_1 = n_cols >= 32 ? (__mmask16)0xFFFF : n_cols <= 16 ? 0 : pkv_tail_mask_avx512(n_cols - 16);
-        _Pragma("GCC unroll 8") for (int m = 0; m < R; m++) {
-            _mm512_mask_storeu_ps(y + m * ldy + p * PKV_PANEL, live_0, acc[p][m][0]);
-            _mm512_mask_storeu_ps(y + m * ldy + p * PKV_PANEL + 16, live_1, acc[p][m][1]);
         }
+    }
+    __mmask16 live_0 = n_cols >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(n_cols);
+    __mmask16 live_1 = n_cols >= 32 ? (__mmask16)0xFFFF : n_cols <= 16 ? 0 : pkv_tail_mask_avx512(n_cols - 16);
+    _Pragma("GCC unroll 8") for (int m = 0; m < R; m++) {
+        _mm512_mask_storeu_ps(y + m * ldy, live_0, acc[m][0]);
+        _mm512_mask_storeu_ps(y + m * ldy + 16, live_1, acc[m][1]);
     }
 }
 
@@ -386,61 +377,49 @@ static void pkv_expand_avx512(int dtype, const uint8_t *panel, int64_t k_0, int6
 #undef PKV_CASE
 }
 
-#define PKV_CODED_ROWS(R, P)                                                                                   \
-    static void pkv_coded_##R##rows_##P##panels_avx512(int dtype, const float *x, int64_t ldx,                 \
-                                                       const uint8_t *const *panels, int64_t n_k, float *y,    \
-                                                       int64_t ldy, int64_t n_cols) {                          \
-        switch (dtype) { PKV_EACH_DTYPE(PKV_CASE_##R##_##P) }                                                  \
+#define PKV_CODED_ROWS(R)                                                                                      \
+    static void pkv_coded_##R##rows_avx512(int dtype, const float *x, int64_t ldx, const uint8_t *panel,       \
+                                           int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {               \
+        switch (dtype) { PKV_EACH_DTYPE(PKV_CASE_##R) }                                                        \
     }
-#define PKV_CASE(D, R, P)                                                                                      \
+#define PKV_CASE_R(D, R)                                                                                       \
     case D:                                                                                                    \
-        pkv_coded_of_avx512(D, R, P, x, ldx, panels, n_k, y, ldy, n_cols);                                     \
+        pkv_coded_of_avx512(D, R, x, ldx, panel, n_k, y, ldy, n_cols);                                         \
         return;
-#define PKV_CASE_1_1(D) PKV_CASE(D, 1, 1)
-#define PKV_CASE_2_1(D) PKV_CASE(D, 2, 1)
-#define PKV_CASE_3_1(D) PKV_CASE(D, 3, 1)
-#define PKV_CASE_4_1(D) PKV_CASE(D, 4, 1)
-#define PKV_CASE_5_1(D) PKV_CASE(D, 5, 1)
-#define PKV_CASE_6_1(D) PKV_CASE(D, 6, 1)
-#define PKV_CASE_7_1(D) PKV_CASE(D, 7, 1)
-#define PKV_CASE_8_1(D) PKV_CASE(D, 8, 1)
-#define PKV_CASE_1_2(D) PKV_CASE(D, 1, 2)
-PKV_CODED_ROWS(1, 1)
-PKV_CODED_ROWS(2, 1)
-PKV_CODED_ROWS(3, 1)
-PKV_CODED_ROWS(4, 1)
-PKV_CODED_ROWS(5, 1)
-PKV_CODED_ROWS(6, 1)
-PKV_CODED_ROWS(7, 1)
-PKV_CODED_ROWS(8, 1)
-PKV_CODED_ROWS(1, 2)
-#undef PKV_CASE_1_1
-#undef PKV_CASE_2_1
-#undef PKV_CASE_3_1
-#undef PKV_CASE_4_1
-#undef PKV_CASE_5_1
-#undef PKV_CASE_6_1
-#undef PKV_CASE_7_1
-#undef PKV_CASE_8_1
-#undef PKV_CASE_1_2
-#undef PKV_CASE
+#define PKV_CASE_1(D) PKV_CASE_R(D, 1)
+#define PKV_CASE_2(D) PKV_CASE_R(D, 2)
+#define PKV_CASE_3(D) PKV_CASE_R(D, 3)
+#define PKV_CASE_4(D) PKV_CASE_R(D, 4)
+#define PKV_CASE_5(D) PKV_CASE_R(D, 5)
+#define PKV_CASE_6(D) PKV_CASE_R(D, 6)
+#define PKV_CASE_7(D) PKV_CASE_R(D, 7)
+#define PKV_CASE_8(D) PKV_CASE_R(D, 8)
+PKV_CODED_ROWS(1)
+PKV_CODED_ROWS(2)
+PKV_CODED_ROWS(3)
+PKV_CODED_ROWS(4)
+PKV_CODED_ROWS(5)
+PKV_CODED_ROWS(6)
+PKV_CODED_ROWS(7)
+PKV_CODED_ROWS(8)
+#undef PKV_CASE_1
+#undef PKV_CASE_2
+#undef PKV_CASE_3
+#undef PKV_CASE_4
+#undef PKV_CASE_5
+#undef PKV_CASE_6
+#undef PKV_CASE_7
+#undef PKV_CASE_8
+#undef PKV_CASE_R
 #undef PKV_CODED_ROWS
 
-/* One row has two chains of sums a panel and waits for each product of a chain, so it takes two panels at once (on Zen 5
- * in 0.7 times the time). Types with high bits are bound by the instructions that join them. */
-static void pkv_matmul_coded_avx512(int dtype, const float *x, int64_t ldx, int64_t n_rows,
-                                    const uint8_t *const *panels, int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {
-    typedef void (*rows_fn)(int, const float *, int64_t, const uint8_t *const *, int64_t, float *, int64_t, int64_t);
+static void pkv_matmul_coded_avx512(int dtype, const float *x, int64_t ldx, int64_t n_rows, const uint8_t *panel,
+                                    int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {
+    typedef void (*rows_fn)(int, const float *, int64_t, const uint8_t *, int64_t, float *, int64_t, int64_t);
     static const rows_fn by_rows[PKV_CODED_ROWS_avx512] = {
-        pkv_coded_1rows_1panels_avx512, pkv_coded_2rows_1panels_avx512, pkv_coded_3rows_1panels_avx512,
-        pkv_coded_4rows_1panels_avx512, pkv_coded_5rows_1panels_avx512, pkv_coded_6rows_1panels_avx512,
-        pkv_coded_7rows_1panels_avx512, pkv_coded_8rows_1panels_avx512};
-    if (n_rows == 1 && n_cols > PKV_PANEL && pkv_form_of(dtype).high_bits == 0) {
-        pkv_coded_1rows_2panels_avx512(dtype, x, ldx, panels, n_k, y, ldy, n_cols);
-        return;
-    }
-    for (; n_cols > 0; n_cols -= PKV_PANEL, panels++, y += PKV_PANEL)
-        by_rows[n_rows - 1](dtype, x, ldx, panels, n_k, y, ldy, pkv_min(n_cols, PKV_PANEL));
+        pkv_coded_1rows_avx512, pkv_coded_2rows_avx512, pkv_coded_3rows_avx512, pkv_coded_4rows_avx512,
+        pkv_coded_5rows_avx512, pkv_coded_6rows_avx512, pkv_coded_7rows_avx512, pkv_coded_8rows_avx512};
+    by_rows[n_rows - 1](dtype, x, ldx, panel, n_k, y, ldy, n_cols);
 }
 
 /* ---- K and V ---- */

@@ -349,16 +349,14 @@ static void pkv_expand_neon(int dtype, const uint8_t *panel, int64_t k_0, int64_
 /* Values of k that a coded matmul expands at once: 8 KiB, well inside L1. */
 #define PKV_CODED_K_NEON 64
 
-static void pkv_matmul_coded_neon(int dtype, const float *x, int64_t ldx, int64_t n_rows,
-                                  const uint8_t *const *panels, int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {
+static void pkv_matmul_coded_neon(int dtype, const float *x, int64_t ldx, int64_t n_rows, const uint8_t *panel,
+                                  int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {
     float values[PKV_CODED_K_NEON * PKV_PANEL] __attribute__((aligned(64)));
-    for (; n_cols > 0; n_cols -= PKV_PANEL, panels++, y += PKV_PANEL)
-        for (int64_t k = 0; k < n_k; k += PKV_CODED_K_NEON) {
-            int64_t n = pkv_min(PKV_CODED_K_NEON, n_k - k);
-            pkv_expand_neon(dtype, *panels, k, n, values);
-            pkv_matmul_f32_neon(x + k, ldx, n_rows, values, n, y, ldy, pkv_min(n_cols, PKV_PANEL), k > 0,
-                                (pkv_ahead){NULL, 0});
-        }
+    for (int64_t k = 0; k < n_k; k += PKV_CODED_K_NEON) {
+        int64_t n = pkv_min(PKV_CODED_K_NEON, n_k - k);
+        pkv_expand_neon(dtype, panel, k, n, values);
+        pkv_matmul_f32_neon(x + k, ldx, n_rows, values, n, y, ldy, n_cols, k > 0, (pkv_ahead){NULL, 0});
+    }
 }
 
 /* Round one group of 32 to q8_0. */

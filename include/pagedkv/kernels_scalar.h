@@ -186,18 +186,15 @@ static void pkv_expand_scalar(int dtype, const uint8_t *panel, int64_t k_0, int6
         pkv_expand_column(dtype, panel, k_0, n_k, col, out + col, PKV_PANEL);
 }
 
-/* Few rows straight from codes: y[m, j] = sum_k x[m, k] w[k, j], whole k, from 0, over one panel, or over two of one
- * type where n_cols is more than 32. */
-static void pkv_matmul_coded_scalar(int dtype, const float *x, int64_t ldx, int64_t n_rows,
-                                    const uint8_t *const *panels, int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {
+/* Few rows straight from codes: y[m, j] = sum_k x[m, k] w[k, j] over one panel, whole k, from 0. */
+static void pkv_matmul_coded_scalar(int dtype, const float *x, int64_t ldx, int64_t n_rows, const uint8_t *panel,
+                                    int64_t n_k, float *y, int64_t ldy, int64_t n_cols) {
     PKV_ALIGNED(64) float values[PKV_CODED_K * PKV_PANEL];
-    for (; n_cols > 0; n_cols -= PKV_PANEL, panels++, y += PKV_PANEL)
-        for (int64_t k = 0; k < n_k; k += PKV_CODED_K) {
-            int64_t n = pkv_min(PKV_CODED_K, n_k - k);
-            pkv_expand_scalar(dtype, *panels, k, n, values);
-            pkv_matmul_f32_scalar(x + k, ldx, n_rows, values, n, y, ldy, pkv_min(n_cols, PKV_PANEL), k > 0,
-                                  (pkv_ahead){NULL, 0});
-        }
+    for (int64_t k = 0; k < n_k; k += PKV_CODED_K) {
+        int64_t n = pkv_min(PKV_CODED_K, n_k - k);
+        pkv_expand_scalar(dtype, panel, k, n, values);
+        pkv_matmul_f32_scalar(x + k, ldx, n_rows, values, n, y, ldy, n_cols, k > 0, (pkv_ahead){NULL, 0});
+    }
 }
 
 /* s[h, t] = scale * dot(q[h], k[t]): the scores of n_q heads of one row over n_k consecutive rows of a block.

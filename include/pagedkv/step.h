@@ -220,18 +220,15 @@ static inline void pkv_matmul_f32_panels(const pkv_kernels *kernels, pkv_rows in
                               scratch);
         return;
     }
-    for (int64_t p = begin, n_panels; p < end; p += n_panels) {
+    for (int64_t p = begin; p < end; p++) {
         const pkv_panel *panel = &w->panels[p];
-        int is_f32 = panel->dtype == PKV_F32;
-        n_panels = !is_f32 && p + 1 < end && panel[1].dtype == panel->dtype ? 2 : 1;
-        int64_t n_cols = pkv_min(n_panels * PKV_PANEL, w->n - p * PKV_PANEL);
+        int64_t n_cols = pkv_min(PKV_PANEL, w->n - p * PKV_PANEL);
         float *to = y + (p - begin) * PKV_PANEL;
-        const uint8_t *data[2] = {(const uint8_t *)panel->data, (const uint8_t *)panel[n_panels - 1].data};
-        if (is_f32)
+        if (panel->dtype == PKV_F32)
             kernels->matmul_f32(in.x, w->k, in.n, (const float *)panel->data, w->k, to, ldy, n_cols, 0,
                                 pkv_after_floats(kernels, w, in.n, p, 0, w->k));
         else
-            kernels->matmul_coded(panel->dtype, in.x, w->k, in.n, data, w->k, to, ldy, n_cols);
+            kernels->matmul_coded(panel->dtype, in.x, w->k, in.n, (const uint8_t *)panel->data, w->k, to, ldy, n_cols);
     }
 }
 
