@@ -20,7 +20,7 @@
 static const int64_t SIZES[] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13,  14,  15,
                                 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29,  30,  31,
                                 32, 33, 39, 40, 47, 48, 56, 63, 64, 65, 76, 100, 127, 128, 129, 255, 576};
-static const int64_t HEAD_DIMS[] = {1, 3, 8, 12, 16, 17, 40, 46, 56, 60, 64, 80, 100, 128, 256};
+static const int64_t HEAD_DIMS[] = {1, 3, 8, 12, 16, 17, 32, 40, 46, 56, 60, 64, 80, 96, 100, 128, 256};
 
 /* ---- random values: integer arithmetic only and one draw an expression (C leaves the order of operands and
  * arguments to the compiler), so that every machine draws the same ---- */
@@ -778,8 +778,8 @@ static void check_int8(void) {
 static void check_attn_scores(void) {
     static const int64_t keys[] = {0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 20, 33};
     for (int i = 0; i < COUNT(HEAD_DIMS); i++)
-        for (int j = 0; j < COUNT(keys); j++) {
-            int64_t head_dim = HEAD_DIMS[i], n_k = keys[j], n_q = 1 + rng_below(9);
+        for (int j = 0; j < 9 * COUNT(keys); j++) {
+            int64_t head_dim = HEAD_DIMS[i], n_k = keys[j / 9], n_q = 1 + j % 9;
             int64_t ldk = head_dim + rng_below(3) * 8, lds = n_k + rng_below(4);
             int64_t n_s = (n_q - 1) * lds + n_k, n_keys = n_k ? (n_k - 1) * ldk + head_dim : 0;
             int mode = (int)rng_below(N_MODES);

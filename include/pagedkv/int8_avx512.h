@@ -14,7 +14,7 @@
 #pragma GCC target("avx512f,avx512vnni,fma,avx2")
 #endif
 
-/* Rows of a tile: integer and float sums of seven rows stay in 28 of the 32 registers over a whole slice. */
+/* Rows of a tile: integer and float sums of seven rows fill 28 of the 32 registers over a whole slice. */
 #define PKV_INT8_ROWS_AVX512 7
 
 /* R rows over a slice; group, has_min and R are constants where this is inlined. bias_bits: the logarithm of the bias,
@@ -46,7 +46,8 @@ PKV_INLINE_AVX512 void pkv_int8_rows_of_avx512(const int group, const int has_mi
             acc[m][1] = acc[m][0];
         }
         _Pragma("GCC unroll 8") for (int i = 0; i < group; i += 4) {
-            __m512i w_0 = _mm512_load_si512(codes + i * PKV_PANEL), w_1 = _mm512_load_si512(codes + (i + 2) * PKV_PANEL);
+            __m512i w_0 = _mm512_load_si512(codes + i * PKV_PANEL);
+            __m512i w_1 = _mm512_load_si512(codes + (i + 2) * PKV_PANEL);
             _Pragma("GCC unroll 8") for (int m = 0; m < R; m++) {
                 __m512i x_4 = _mm512_set1_epi32((int32_t)pkv_load_u32(x_code + i + m * next_row));
                 acc[m][0] = _mm512_dpbusd_epi32(acc[m][0], w_0, x_4);

@@ -173,6 +173,18 @@ static inline pkv_ahead pkv_after_floats(const pkv_kernels *kernels, const pkv_w
     return n_rows > kernels->tile_rows ? pkv_panel_part(w, p + 1, k, n_k) : (pkv_ahead){NULL, 0};
 }
 
+/* The same for panel p of [begin, end), whose slices [k, k + tile) are multiplied in turn. An expanded slice is in the
+ * cache, and memory is asked for what is expanded next in its place: the panel's next slice, or at the end that of a
+ * panel as far into the next group, which is the thread's own but for its last one. */
+static inline pkv_ahead pkv_after_slice(const pkv_kernels *kernels, const pkv_weight *w, int64_t n_rows, int64_t begin,
+                                        int64_t end, int64_t p, int64_t k, int64_t tile) {
+    if (w->panels[p].dtype == PKV_F32)
+        return pkv_after_floats(kernels, w, n_rows, p, k, pkv_min(tile, w->k - k));
+    if (k + tile < w->k)
+        return pkv_panel_part(w, p, k + tile, pkv_min(tile, w->k - k - tile));
+    return pkv_panel_part(w, end + p - begin, 0, pkv_min(tile, w->k));
+}
+
 /* At most PKV_SLICE_PANELS panels [begin, end) of y = x W^T, slice by slice of k, coded panels expanded
  * once for all rows; y starts at the first of these columns. */
 static inline void pkv_matmul_slices(const pkv_kernels *kernels, pkv_rows in, const pkv_weight *w, int64_t begin,
@@ -198,15 +210,10 @@ static inline void pkv_matmul_slices(const pkv_kernels *kernels, pkv_rows in, co
         }
         for (int64_t i = 0; i < n_blocks; i++) {
             int64_t m = n_rows * i / n_blocks, rows = n_rows * (i + 1) / n_blocks - m;
-            for (int64_t j = 0; j < n_panels; j++) {
-                /* An expanded slice is in the cache: memory is asked for the codes of the one after it. */
-                pkv_ahead ahead = w->panels[begin + j].dtype == PKV_F32
-                                      ? pkv_after_floats(kernels, w, rows, begin + j, k, n_k)
-                                  : k + tile < w->k ? pkv_panel_part(w, begin + j, k + tile, pkv_min(tile, w->k - k - tile))
-                                                    : pkv_panel_part(w, end + j, 0, pkv_min(tile, w->k));
+            for (int64_t j = 0; j < n_panels; j++)
                 kernels->matmul_f32(in.x + m * w->k + k, w->k, rows, slices[j], n_k, y + m * ldy + j * PKV_PANEL, ldy,
-                                    pkv_min(PKV_PANEL, w->n - (begin + j) * PKV_PANEL), k > 0, ahead);
-            }
+                                    pkv_min(PKV_PANEL, w->n - (begin + j) * PKV_PANEL), k > 0,
+                                    pkv_after_slice(kernels, w, rows, begin, end, begin + j, k, tile));
         }
     }
 }
