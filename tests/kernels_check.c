@@ -13,6 +13,7 @@
 
 #include "pagedkv/dispatch.h"
 #include "pagedkv/fpenv.h"
+#include "pagedkv/step.h"
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
 
@@ -775,6 +776,53 @@ static void check_int8(void) {
     }
 }
 
+#define MOST_PANELS 9
+
+/* A matrix whose panels are of several types, as files mix them, in float32 and in int8: each group of panels has the bits
+ * of its panels one by one, and writes no other columns. */
+static void check_panels(void) {
+    static const int64_t n_rows_of[] = {1, 2, 4, 8, 9, 12, 30}, ks[] = {256, 512, 768};
+    float *scratch = NULL;
+    void *data[MOST_PANELS] = {NULL};
+    if (posix_memalign((void **)&scratch, 64, PKV_MATMUL_SCRATCH * sizeof *scratch) != 0)
+        exit(2);
+    for (int repeat = 0; repeat < 140; repeat++) {
+        int64_t n_rows = n_rows_of[repeat % COUNT(n_rows_of)], k = ks[rng_below(COUNT(ks))];
+        int64_t n_panels = 1 + rng_below(MOST_PANELS), n = n_panels * PKV_PANEL - rng_below(PKV_PANEL), ldy = n + rng_gap(9);
+        int64_t begin = rng_below(n_panels), end = begin + 1 + rng_below(n_panels - begin);
+        int is_int8 = (int)rng_below(2);
+        CASE("rows=%lld k=%lld n=%lld panels=[%lld, %lld) int8=%d", (long long)n_rows, (long long)k, (long long)n,
+             (long long)begin, (long long)end, is_int8);
+        pkv_panel panels[MOST_PANELS];
+        for (int64_t p = 0; p < n_panels; p++) {
+            int dtype = p && rng_below(2) ? panels[p - 1].dtype : (int)rng_below(PKV_N_DTYPES);
+            size_t nbytes = (size_t)pkv_panel_nbytes(dtype, k);
+            if (posix_memalign(&data[p], 64, nbytes) != 0)
+                exit(2);
+            memcpy(data[p], place_panel(dtype, k, MODERATE), nbytes);
+            panels[p] = (pkv_panel){data[p], dtype};
+        }
+        pkv_weight w = {panels, n, k};
+        float *x = place_random(IN_A, n_rows * k, MODERATE);
+        pkv_int8_group *codes = (pkv_int8_group *)(void *)place(IN_D, n_rows * k / PKV_INT8_GROUP * GROUP_FLOATS);
+        scalar->quantize_row(x, n_rows * k, codes);
+        pkv_rows in = {x, is_int8 ? codes : NULL, n_rows};
+        int64_t n_y = (n_rows - 1) * ldy + n;
+        float *before = place_random(IN_C, n_y, MODERATE), *want = place_copy(WANT, before, n_y);
+        for (int64_t p = begin; p < end; p++)
+            pkv_matmul_panels(scalar, in, &w, p, p + 1, want + p * PKV_PANEL, ldy, scratch);
+        digest(want, n_y);
+        FOR_EACH_ISA(kernels) {
+            float *got = place_copy(GOT, before, n_y);
+            pkv_matmul_panels(kernels, in, &w, begin, end, got + begin * PKV_PANEL, ldy, scratch);
+            check_arrays(got, want, n_y);
+        }
+        for (int64_t p = 0; p < n_panels; p++)
+            free(data[p]);
+    }
+    free(scratch);
+}
+
 static void check_attn_scores(void) {
     static const int64_t keys[] = {0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 20, 33};
     for (int i = 0; i < COUNT(HEAD_DIMS); i++)
@@ -927,6 +975,7 @@ int main(int argc, char **argv) {
         {"kv rows", check_kv},
         {"quantize_row", check_quantize_row},
         {"matmul_int8", check_int8},
+        {"panels", check_panels},
         {"attn_scores", check_attn_scores},
         {"attn_values", check_attn_values},
         {"attn_merge", check_attn_merge},
