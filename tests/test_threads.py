@@ -332,8 +332,12 @@ print("as before")
 """
 
 PRESSED_AND_HANDLED = PRESSED + """
-few = many[:1500]
-want = model.prefill(few, model.new_sequence(pool)).tobytes()
+for n in (1500, 3000):     # a step that signals are looked for in, which is ten times a second
+    few, seq, began = many[:n], model.new_sequence(pool), time.perf_counter()
+    want = model.prefill(few, seq, chunk=n).tobytes()
+    seq.free()
+    if time.perf_counter() - began > 0.3:
+        break
 calls, seq = [], model.new_sequence(pool)
 
 
