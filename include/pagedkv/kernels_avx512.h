@@ -547,7 +547,7 @@ PKV_SCORES_HEADS(4)
 #undef PKV_SCORES_HEADS
 
 /* Heads that go through K or V together, of n that are left. Five are three and two, as a lone one has few chains. Four
- * heads of 64 are two and two: a block that is asked for twice comes faster from memory (26 GB/s against 21; heads of
+ * heads of 64 are two and two: a block that is asked for twice comes faster from memory (25 GB/s against 21; heads of
  * 128 gain nothing). */
 static inline int64_t pkv_heads_avx512(int64_t n, int64_t head_dim) {
     return n == 5 ? 3 : n == 4 && head_dim <= 64 ? 2 : pkv_min(n, 4);
