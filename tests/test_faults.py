@@ -510,6 +510,27 @@ def test_ctrl_c_anywhere_in_an_engine(model, name):  # noqa: F811
     assert interrupt_engine(model, *ENGINE_CALLS[name], 1) > 500
 
 
+@pytest.mark.parametrize("name", ["generate", "stream and close"])
+def test_ctrl_c_as_a_call_begins_to_end_its_requests(model, monkeypatch, name):  # noqa: F811
+    """Python looks at signals as a function begins, before its first line."""
+    end, cut = LLM._end, []
+
+    def begins(llm, requests):
+        if not cut:
+            cut.append(True)
+            raise KeyboardInterrupt
+        end(llm, requests)
+
+    llm, params = LLM(model, n_blocks=24), SamplingParams(n=2, max_tokens=9, ignore_eos=True)
+    monkeypatch.setattr(LLM, "_end", begins)
+    if name == "generate":
+        monkeypatch.setattr(LLM, "_step", raising)  # with nothing to end there would be nothing to see
+    with pytest.raises(KeyboardInterrupt):
+        ENGINE_CALLS[name][0](llm, [ids(1, 20), ids(2, 9)], params)
+    assert cut
+    assert_idle(llm)
+
+
 # A generator expression that is closed raises into nothing.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -217,8 +217,12 @@ class LLM:
                     still = [(i, request) for i, request in going if not request.finished]
                     bar.update(len(going) - len(still))
                     going = still
-        finally:
-            self._end(requests)
+        except BaseException:
+            try:
+                self._end(requests)
+            finally:
+                self._end(requests)  # once more, where Ctrl-C cut that off
+            raise
         return [request.output() for request in requests]
 
     def chat(self, messages: Iterable[Message] | Iterable[Iterable[Message]], sampling_params: Params = None,
@@ -280,8 +284,12 @@ class LLM:
                 going = [request for request in going if request.has_news or not request.finished]
                 if going:
                     self._step(going)
-        finally:
-            self._end(requests)
+        except BaseException:
+            try:
+                self._end(requests)
+            finally:
+                self._end(requests)  # once more, where Ctrl-C cut that off
+            raise
 
     # ---- Requests -----------------------------------------------------------------------------------
 
@@ -344,19 +352,11 @@ class LLM:
                 self._engine.step()
 
     def _end(self, requests):
-        """End what has not ended. Cut off by an exception it tries once more."""
-        try:
-            with self._lock:
-                self._abort_all(requests)
-        except BaseException:
-            with self._lock:
-                self._abort_all(requests)
-            raise
-
-    def _abort_all(self, requests):
-        for request in requests:
-            if not request.finished:
-                self._engine.abort(request)
+        """End what has not ended. Ctrl-C may cut this off, before its first line too: who calls it calls it again."""
+        with self._lock:
+            for request in requests:
+                if not request.finished:
+                    self._engine.abort(request)
 
 
 def _load(model, weights, compute):
