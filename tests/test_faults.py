@@ -66,6 +66,8 @@ def run_failing_memory(kind, folder, tmp_path, *every):
         environment["LD_PRELOAD"] = str(shim)
     else:
         pytest.importorskip("_testcapi", reason="this Python was built without _testcapi")
+        if sys.version_info >= (3, 12):
+            pytest.skip("CPython 3.12.1 and 3.13.0 crash by themselves where memory fails as an exception is made")
     done = subprocess.run([sys.executable, "-X", "faulthandler", str(TESTS / "failing_memory.py"), kind, str(folder), *every],
                           env=environment, capture_output=True, text=True, timeout=900)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-5000:]
@@ -268,10 +270,11 @@ def test_a_failed_step_ends_no_other_request(model, monkeypatch, times):  # noqa
     prompts[2][3] = guilty
     params = SamplingParams(max_tokens=20, ignore_eos=True, seed=1, n=2, logit_bias={guilty: -100.0})
     want = [LLM(model, n_blocks=24).generate([prompt], params, use_tqdm=False)[0].outputs for prompt in prompts]
-    n_failed, step, n_steps = 0, model.step, 0
+    n_failed, step, n_steps, all_came = 0, model.step, 0, threading.Event()
 
     def failing(batch, **options):
         nonlocal n_failed, n_steps
+        assert all_came.wait(60)
         n_steps += 1
         if any(guilty in tokens for _, tokens in batch) if times is None else (4 < n_steps and n_failed < times):
             n_failed += 1
@@ -279,7 +282,10 @@ def test_a_failed_step_ends_no_other_request(model, monkeypatch, times):  # noqa
         return step(batch, **options)
 
     async def all_of_them():
-        return await asyncio.gather(*(last(llm, prompt, params) for prompt in prompts), return_exceptions=True)
+        runs = [asyncio.ensure_future(last(llm, prompt, params)) for prompt in prompts]
+        await asyncio.sleep(0)  # each has entered its request
+        all_came.set()
+        return await asyncio.gather(*runs, return_exceptions=True)
 
     monkeypatch.setattr(model, "step", failing)
     got = asyncio.run(asyncio.wait_for(all_of_them(), 60))
