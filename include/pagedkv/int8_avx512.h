@@ -100,10 +100,7 @@ static void pkv_matmul_int8_vnni(int dtype, const pkv_int8_group *x, int64_t ldx
         pkv_int8_1rows_avx512, pkv_int8_2rows_avx512, pkv_int8_3rows_avx512, pkv_int8_4rows_avx512,
         pkv_int8_5rows_avx512, pkv_int8_6rows_avx512, pkv_int8_7rows_avx512};
     int64_t n_tiles = (n_rows + PKV_INT8_ROWS_AVX512 - 1) / PKV_INT8_ROWS_AVX512; /* equal ones */
-    __mmask16 live[2] = {n_cols >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(n_cols),
-                         n_cols >= 32   ? (__mmask16)0xFFFF
-                         : n_cols <= 16 ? (__mmask16)0
-                                        : pkv_tail_mask_avx512(n_cols - 16)};
+    __mmask16 live[2] = {pkv_live_avx512(n_cols), pkv_live_avx512(n_cols - 16)};
     for (int64_t tile = 0; tile < n_tiles; tile++) {
         int64_t m = n_rows * tile / n_tiles, rows = n_rows * (tile + 1) / n_tiles - m;
         by_rows[rows - 1](pkv_form_of(dtype), x + m * ldx, ldx, slice, n_k, y + m * ldy, ldy, live, accumulate);

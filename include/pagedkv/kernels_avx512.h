@@ -16,6 +16,11 @@
 
 static inline __mmask16 pkv_tail_mask_avx512(int64_t n) { return (__mmask16)((1u << n) - 1); } /* n in [0, 16) */
 
+/* Which of 16 elements are there, where n are left. */
+static inline __mmask16 pkv_live_avx512(int64_t n) {
+    return n >= 16 ? (__mmask16)0xFFFF : n <= 0 ? (__mmask16)0 : pkv_tail_mask_avx512(n);
+}
+
 /* The fixed tree: 8 apart, 4, 2, 1. */
 static inline float pkv_tree_sum_avx512(__m512 lanes_f32x16) {
     __m256 high_f32x8 = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(lanes_f32x16), 1));
@@ -125,7 +130,7 @@ static void pkv_rmsnorm_f32_avx512(const float *x, const float *gamma, float eps
 
 static void pkv_rope_f32_avx512(float *head, const float *cos, const float *sin, int64_t half) {
     for (int64_t i = 0; i < half; i += 16) {
-        __mmask16 live = half - i >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(half - i);
+        __mmask16 live = pkv_live_avx512(half - i);
         __m512 a = _mm512_maskz_loadu_ps(live, head + i), b = _mm512_maskz_loadu_ps(live, head + i + half);
         __m512 c = _mm512_maskz_loadu_ps(live, cos + i), s = _mm512_maskz_loadu_ps(live, sin + i);
         _mm512_mask_storeu_ps(head + i, live, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
@@ -225,8 +230,7 @@ static void pkv_matmul_f32_avx512(const float *x, int64_t ldx, int64_t n_rows, c
         pkv_matmul_9rows_avx512, pkv_matmul_10rows_avx512, pkv_matmul_11rows_avx512};
     /* Equal tiles: 13 rows run as 7 and 6, since a tile of one row would wait for its two chains. */
     int64_t n_tiles = (n_rows + PKV_MAX_ROWS_AVX512 - 1) / PKV_MAX_ROWS_AVX512;
-    __mmask16 live_0 = n_cols >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(n_cols);
-    __mmask16 live_1 = n_cols >= 32 ? (__mmask16)0xFFFF : n_cols <= 16 ? 0 : pkv_tail_mask_avx512(n_cols - 16);
+    __mmask16 live_0 = pkv_live_avx512(n_cols), live_1 = pkv_live_avx512(n_cols - 16);
     int64_t share = n_k * n_tiles, step = ahead.begin && share ? (ahead.nbytes + share - 1) / share : 4 * PKV_PANEL;
     for (int64_t tile = 0; tile < n_tiles; tile++) {
         int64_t m = n_rows * tile / n_tiles, rows = n_rows * (tile + 1) / n_tiles - m;
@@ -360,8 +364,7 @@ PKV_INLINE_AVX512 void pkv_coded_of_avx512(int dtype, const int R, const float *
             }
         }
     }
-    __mmask16 live_0 = n_cols >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(n_cols);
-    __mmask16 live_1 = n_cols >= 32 ? (__mmask16)0xFFFF : n_cols <= 16 ? 0 : pkv_tail_mask_avx512(n_cols - 16);
+    __mmask16 live_0 = pkv_live_avx512(n_cols), live_1 = pkv_live_avx512(n_cols - 16);
     _Pragma("GCC unroll 8") for (int m = 0; m < R; m++) {
         _mm512_mask_storeu_ps(y + m * ldy, live_0, acc[m][0]);
         _mm512_mask_storeu_ps(y + m * ldy + 16, live_1, acc[m][1]);
@@ -567,7 +570,7 @@ static void pkv_attn_scores_f32_avx512(const float *q, int64_t n_q, const float 
             keys[i] = k + (t + i) * ldk;
         for (int64_t i = n; i < 16; i++)
             keys[i] = keys[n - 1];
-        __mmask16 live = n == 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(n);
+        __mmask16 live = pkv_live_avx512(n);
         for (int64_t h = 0, heads; h < n_q; h += heads) {
             __m512 scores[4];
             heads = pkv_heads_avx512(n_q - h, head_dim);
@@ -630,7 +633,7 @@ static void pkv_attn_values_f32_avx512(const float *p, int64_t ldp, int64_t n_q,
 #undef PKV_BY_HEADS
     for (int64_t d = 0; d < head_dim; d += 64) {
         int64_t n = pkv_min(head_dim - d, 64), parts = (n + 15) / 16;
-        __mmask16 live = n % 16 == 0 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(n % 16);
+        __mmask16 live = pkv_live_avx512(n - 16 * (parts - 1)); /* of the last part */
         for (int64_t h = 0, heads; h < n_q; h += heads) {
             heads = pkv_heads_avx512(n_q - h, head_dim);
             by_parts[parts - 1][heads - 1](p + h * ldp, ldp, v + d, ldv, n_k, head_dim, acc + h * head_dim + d, live,
@@ -648,7 +651,7 @@ static void pkv_attn_merge_f32_avx512(float *max, float *sum, float *acc, float 
     *max = top;
     *sum = fmaf(*sum, _mm512_cvtss_f32(keep), sum_c * _mm512_cvtss_f32(take));
     for (int64_t d = 0; d < head_dim; d += 16) {
-        __mmask16 live = head_dim - d >= 16 ? (__mmask16)0xFFFF : pkv_tail_mask_avx512(head_dim - d);
+        __mmask16 live = pkv_live_avx512(head_dim - d);
         __m512 later = _mm512_mul_ps(_mm512_maskz_loadu_ps(live, acc_c + d), take);
         _mm512_mask_storeu_ps(acc + d, live, _mm512_fmadd_ps(_mm512_maskz_loadu_ps(live, acc + d), keep, later));
     }
